@@ -1,0 +1,1 @@
+"""Staleness control for asynchronous LLM reinforcement learning."""
