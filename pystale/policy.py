@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["OLDEST_KEY", "NEWEST_KEY", "Order"]
+__all__ = ["NEWEST_KEY", "OLDEST_KEY", "Order"]
 
 # A missing version counts as one of these steps where `missing_version` says "oldest" or "newest". They lie outside the
 # steps a model can have and inside int64, also when negated.

@@ -208,7 +208,7 @@ def group_status(group: Iterable[Any]) -> Status:
 
     Notes
     -----
-    The order of precedence is XTuner's (``get_group_status``), except that unfinished (INIT) groups are never COMPLETED.
+    The order of precedence is XTuner's (``get_group_status``), except that unfinished (INIT) groups are not COMPLETED.
     """
     statuses = {as_status(getattr(member, "status", member)) for member in group}
     if not statuses:
@@ -296,22 +296,23 @@ _CLEARED_BY_RESET: tuple[str, ...] = (
 _KEPT_BY_DISCARD = frozenset(
     ("rollout_id", "group_id", "task_name", "session_id", "message", "prompt_ids", "prompt_model_step", "rerolls")
 )
+# Written like the others, but nothing in them can be a reference somebody has to free.
+_BOOKKEEPING = frozenset(("tokens", "seq_staleness"))
+_SIZED = (str, list, tuple, dict, ModelSteps)
 _DISCARDED = tuple(f for f in fields(RolloutState) if f.name not in _KEPT_BY_DISCARD and f.name != "status")
 
 
-def _replace(state: Any, new: dict[str, Any]) -> dict[str, Any]:
+def _clear(state: Any, new: dict[str, Any]) -> dict[str, Any]:
     """Write those fields of `new` that `state` has; return the old values that held something."""
-    released = {}
+    cleared = {}
     for name, value in new.items():
-        old = getattr(state, name, None)
-        if old is None:
-            if value is not None and hasattr(state, name):
-                setattr(state, name, value)
+        old = getattr(state, name, MISSING)
+        if old is MISSING:
             continue
-        if old is not value:
-            setattr(state, name, value)
-            released[name] = old
-    return released
+        setattr(state, name, value)
+        if old is not None and not (isinstance(old, _SIZED) and len(old) == 0) and name not in _BOOKKEEPING:
+            cleared[name] = old
+    return cleared
 
 
 def reset(state: Any) -> dict[str, Any]:
@@ -343,9 +344,9 @@ def reset(state: Any) -> dict[str, Any]:
         "logprobs": [],
     }
     new.update(dict.fromkeys(_CLEARED_BY_RESET))
-    released = _replace(state, new)
+    cleared = _clear(state, new)
     write_status(state, Status.EXPIRED)
-    return released
+    return cleared
 
 
 def discard(state: Any) -> dict[str, Any]:
@@ -360,6 +361,6 @@ def discard(state: Any) -> dict[str, Any]:
         Old values of the fields that held something, so that references among them can be freed.
     """
     new = {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in _DISCARDED}
-    released = _replace(state, new)
+    cleared = _clear(state, new)
     write_status(state, Status.EXPIRED)
-    return released
+    return cleared
