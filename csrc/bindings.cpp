@@ -2,7 +2,6 @@
 
 PYBIND11_MODULE(_core, m) {
     m.doc() = "Array kernels, ModelSteps and StalenessIndex (compiled).";
-    pystale::bindings::bind_runs(m);
     pystale::bindings::bind_kernels(m);
     pystale::bindings::bind_index(m);
 }

@@ -4,7 +4,6 @@
 namespace pystale::bindings {
 
 void bind_kernels(pybind11::module_& m);
-void bind_runs(pybind11::module_& m);
 void bind_index(pybind11::module_& m);
 
 }  // namespace pystale::bindings

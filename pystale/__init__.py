@@ -4,8 +4,8 @@ pystale knows the policy version of every token and acts on it: it masks stale t
 re-rolls groups that have nothing left to train on, and says where every generated token went.
 """
 
-from pystale._core import ModelSteps, build_info, refresh_batch
-from pystale._objects import effective_mask, has_trainable_token, seq_staleness
+from pystale._core import build_info
+from pystale._objects import ModelSteps, effective_mask, has_trainable_token, refresh_batch, seq_staleness
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import CheckpointError

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pystale._core import ModelSteps
-from pystale._objects import summarise
+from pystale._objects import ModelSteps, summarise
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, length, stamped_steps
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from pystale._core import ModelSteps
+from pystale._objects import ModelSteps
 from pystale.state import RolloutState, Status
 
 __all__ = [

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pystale._core import ModelSteps
-from pystale._objects import summarise
+from pystale._objects import ModelSteps, summarise
 
 __all__ = [
     "RolloutState",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pystale._core import ModelSteps, StalenessIndex
-from pystale._objects import trainable_mask
+from pystale._core import StalenessIndex
+from pystale._objects import ModelSteps, trainable_mask
 from pystale.group import AGEING, EMPTY, Arriving, Group, Member, seq_staleness_of
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
