@@ -1,6 +1,36 @@
-"""Staleness control for asynchronous LLM reinforcement learning."""
+"""Staleness control for asynchronous LLM reinforcement learning.
+
+pystale knows the policy version of every token and acts on it: it masks stale tokens out of the loss, expires, resets and
+re-rolls groups that have nothing left to train on, and says where every generated token went.
+"""
 
 from pystale._core import build_info
 from pystale._objects import ModelSteps, effective_mask, has_trainable_token, refresh_batch, seq_staleness
+from pystale.batch import TrainBatch
+from pystale.buffer import ReplayBuffer
+from pystale.checkpoint import CheckpointError
+from pystale.metrics import off_policy_metrics
+from pystale.policy import Order
+from pystale.staleness import StalenessRule
+from pystale.state import RolloutState, Status, group_status, update_sample_version
 
-__all__ = ["ModelSteps", "build_info", "effective_mask", "has_trainable_token", "refresh_batch", "seq_staleness"]
+__version__: str = build_info()["version"]
+
+__all__ = [
+    "CheckpointError",
+    "ModelSteps",
+    "Order",
+    "ReplayBuffer",
+    "RolloutState",
+    "StalenessRule",
+    "Status",
+    "TrainBatch",
+    "build_info",
+    "effective_mask",
+    "group_status",
+    "has_trainable_token",
+    "off_policy_metrics",
+    "refresh_batch",
+    "seq_staleness",
+    "update_sample_version",
+]

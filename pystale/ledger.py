@@ -1,0 +1,85 @@
+"""Where every generated token went."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["Ledger"]
+
+REASONS = ("expired", "failed", "filtered", "restarted", "max_rerolls", "lost")
+
+
+class Ledger:
+    """Double-entry account of response tokens.
+
+    After every operation of the buffer::
+
+        produced = trained + masked_stale + masked_semantic + sum(discarded) + stored + in_flight
+
+    Not synchronised; the buffer's mutex guards it.
+    """
+
+    __slots__ = ("discarded", "in_flight", "masked_semantic", "masked_stale", "produced", "stored", "trained")
+
+    def __init__(self) -> None:
+        self.produced = 0
+        self.trained = 0
+        self.masked_stale = 0
+        self.masked_semantic = 0
+        self.discarded: Counter[str] = Counter()
+        self.stored = 0
+        self.in_flight = 0
+
+    def discard(self, reason: str, tokens: int) -> None:
+        if tokens:
+            self.discarded[reason] += tokens
+
+    def train(self, tokens: int, semantic: int, trained: int) -> None:
+        """Book a response of `tokens`, of which `semantic` could have trained and `trained` did."""
+        self.trained += trained
+        self.masked_stale += semantic - trained
+        self.masked_semantic += tokens - semantic
+
+    def as_dict(self) -> dict[str, Any]:
+        """Copy of the account; ``discarded`` is a Counter over the reasons that occurred."""
+        return {
+            "produced": self.produced,
+            "trained": self.trained,
+            "masked_stale": self.masked_stale,
+            "masked_semantic": self.masked_semantic,
+            "discarded": Counter(self.discarded),
+            "stored": self.stored,
+            "in_flight": self.in_flight,
+        }
+
+    @classmethod
+    def after_restart(cls, saved: dict[str, Any], stored: int) -> "Ledger":
+        """Account carried over a restart: what was in flight did not come back."""
+        ledger = cls()
+        for name in ("produced", "trained", "masked_stale", "masked_semantic", "stored"):
+            setattr(ledger, name, _count(saved, name))
+        discarded = saved.get("discarded")
+        if not isinstance(discarded, dict) or not set(discarded) <= set(REASONS):
+            raise ValueError(
+                f"ledger: discarded must map reasons among {', '.join(REASONS)} to counts, got {discarded!r}"
+            )
+        for reason in discarded:
+            ledger.discard(reason, _count(discarded, reason))
+        ledger.discard("lost", _count(saved, "in_flight"))
+        if ledger.stored != stored or not ledger.balances():
+            raise ValueError(f"ledger does not balance: {saved!r} with {stored} tokens stored")
+        return ledger
+
+    def balances(self) -> bool:
+        return self.produced == sum(self._uses())
+
+    def _uses(self) -> Iterable[int]:
+        yield from (self.trained, self.masked_stale, self.masked_semantic, self.stored, self.in_flight)
+        yield from self.discarded.values()
+
+
+def _count(saved: dict[str, Any], name: str) -> int:
+    value = saved.get(name)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"ledger: {name} must be a count, got {value!r}")
+    return value

@@ -1,0 +1,460 @@
+"""Stored groups and their one life cycle.
+
+The store is the buffer without its lock: plain, synchronous, and changed by one caller at a time. It keeps the objects;
+the two integers per member that decide everything are in the compiled :class:`~pystale._core.StalenessIndex`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pystale._core import StalenessIndex
+from pystale._objects import ModelSteps, trainable_mask
+from pystale.group import AGEING, EMPTY, Arriving, Group, Member, seq_staleness_of
+from pystale.ledger import Ledger
+from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
+from pystale.staleness import StalenessRule
+from pystale.state import Status, as_status, discard, group_status, reset, write_status
+
+__all__ = ["Record", "Released", "Store", "Task"]
+
+Released = list[tuple[Any, dict[str, Any]]]
+
+STATUSES = tuple(Status)
+NUMBER = {status: number for number, status in enumerate(STATUSES)}
+# Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
+FIRST_OWN_GROUP_ID = 2**62
+
+
+def status_bits(statuses: Iterable[Status]) -> int:
+    """Bit mask of pools, as the index takes it."""
+    return sum(1 << NUMBER[status] for status in statuses)
+
+
+AGEING_BITS = status_bits(AGEING)
+
+
+class Task(NamedTuple):
+    """One task's settings."""
+
+    name: str
+    number: int  # its number in the index
+    rule: StalenessRule
+    tail_batch_trigger_size: int
+
+    @property
+    def retries(self) -> bool:
+        return self.tail_batch_trigger_size >= 0
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A stored group."""
+
+    task: Task
+    group_id: Any
+    states: Group
+    members: list[Member]
+    status: Status
+    arrival: int
+    key: int | None
+    rerolls: int
+    masks_tokens: bool  # whether the token rule applies to the group: it is on and the group is not agentic
+    number: int = -1  # its id in the index
+
+    @property
+    def tokens(self) -> int:
+        return sum(member.tokens for member in self.members)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A group that was handed out and may come back."""
+
+    task: Task
+    group_id: Any
+    arrival: int
+    key: int | None
+    rerolls: int
+    held: list[tuple[int, Any]]  # per member: response tokens, and a copy of the tokens of an unfinished one
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.held)
+
+
+class Taken(NamedTuple):
+    """A stored member about to be trained: the mask to write, None where it keeps its own, and the ones in it."""
+
+    state: Any
+    mask: Any
+    trained: int
+
+
+class Store:
+    """Groups, their index, what is handed out, and the account of tokens."""
+
+    def __init__(
+        self,
+        rules: StalenessRule | Mapping[str, StalenessRule],
+        triggers: int | Mapping[str, int],
+        order: Order,
+        missing_version: str,
+        max_rerolls: int | None,
+    ) -> None:
+        self.rules = rules
+        self.triggers = triggers
+        self.order = order
+        self.missing_version = missing_version
+        self.max_rerolls = max_rerolls
+        self.index = StalenessIndex()
+        self.tasks: dict[str, Task] = {}
+        self.records: dict[int, Record] = {}
+        self.numbers: dict[tuple[str, Any], int] = {}  # (task, group id) -> id in the index
+        self.tickets: dict[tuple[str, Any], Ticket] = {}
+        self.ledger = Ledger()
+        self.train_step: int | None = None  # the latest T of a put, refresh or take
+        self.arrivals = 0
+        self.own_group_ids = 0
+        self.before_change: Callable[[Record], None] | None = None  # told of a record about to change or leave
+
+    # Settings
+
+    def settings(self, task_name: str) -> tuple[StalenessRule, int]:
+        """Rule and tail batch trigger of a task.
+
+        Raises
+        ------
+        ValueError
+            When rules are per task and this task has none.
+        """
+        rule = self.rules if isinstance(self.rules, StalenessRule) else self.rules.get(task_name)
+        if rule is None:
+            known = ", ".join(sorted(self.rules))  # type: ignore[arg-type]
+            raise ValueError(f"task {task_name!r} has no rule; tasks with one are: {known}")
+        trigger = self.triggers if isinstance(self.triggers, int) else self.triggers.get(task_name, -1)
+        return rule, trigger
+
+    def task(self, name: str) -> Task:
+        task = self.tasks.get(name)
+        if task is None:
+            rule, trigger = self.settings(name)
+            number = self.index.add_task(rule.stale_threshold, rule.token_stale_threshold)
+            task = self.tasks[name] = Task(name, number, rule, trigger)
+        return task
+
+    def _key(self, arriving: Arriving, ticket: Ticket | None) -> int | None:
+        """Order key of a group from its tokens; one without tokens keeps the key it had."""
+        measured = [m for m in arriving.members if m.tokens]
+        if not measured and ticket is not None and ticket.key is not None:
+            return ticket.key
+        steps = [m.oldest for m in measured if m.oldest >= 0]
+        if self.missing_version != "error" and any(not m.versioned for m in measured):
+            steps.append(OLDEST_KEY if self.missing_version == "oldest" else NEWEST_KEY)
+        return self.order.key(min(steps, default=None), arriving.prompt_model_step)
+
+    # Storing
+
+    def put(self, arriving: Arriving, train_step: int | None, released: Released) -> Status:
+        """Store a group that :meth:`read` accepted and run the life cycle on it.
+
+        Returns
+        -------
+        Status
+            Pool it is stored in; EXPIRED without being stored where expired groups are not retried.
+        """
+        name = (arriving.task_name, arriving.group_id)
+        if arriving.group_id is not None and name in self.numbers:
+            raise ValueError(
+                f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored already; "
+                "take it out before putting it again"
+            )
+        ticket = self.tickets.pop(name, None)
+        status = group_status(arriving.statuses)
+        record = self.record(
+            arriving,
+            self._own_group_id() if arriving.group_id is None else arriving.group_id,
+            status,
+            self.arrivals if ticket is None else ticket.arrival,
+            self._key(arriving, ticket),
+            arriving.rerolls if ticket is None else ticket.rerolls,
+        )
+        self.insert(record, arriving.statuses)
+
+        self.arrivals += ticket is None
+        for state, steps in zip(arriving.states, arriving.steps, strict=True):
+            if steps is not state.response_model_steps:
+                state.response_model_steps = steps
+            if arriving.group_id is None and hasattr(state, "group_id"):
+                state.group_id = record.group_id
+            if getattr(state, "task_name", arriving.task_name) is None:
+                state.task_name = arriving.task_name
+            _write_rerolls(state, record.rerolls)
+        if ticket is None:
+            self.ledger.produced += record.tokens
+        else:
+            self._book_return(ticket, arriving)
+        self.ledger.stored += record.tokens
+
+        if train_step is not None:
+            self.train_step = train_step
+        if status not in AGEING:
+            self._write_staleness(record)
+            return status
+        expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
+        if self.train_step is not None:
+            expired += self.index.due_members(record.number, self.train_step)
+        self._write_staleness(record)
+        self._expire(record, sorted(expired), released)
+        return record.status
+
+    def record(
+        self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
+    ) -> Record:
+        """Record of a group that :meth:`read` accepted, not entered anywhere yet."""
+        task = self.task(arriving.task_name)
+        masks_tokens = task.rule.token_stale_threshold is not None and not arriving.agentic
+        return Record(task, group_id, arriving.states, arriving.members, status, arrival, key, rerolls, masks_tokens)
+
+    def insert(self, record: Record, statuses: Sequence[Status]) -> None:
+        """Enter a record into the index; members EXPIRED or unfinished have no deadline."""
+        oldest, newest = [], []
+        rule = record.task.rule
+        for member, status in zip(record.members, statuses, strict=True):
+            ages = record.status in AGEING and status not in (Status.EXPIRED, Status.INIT)
+            masks = ages and record.masks_tokens and not (rule.spare_aborted and status is Status.ABORTED)
+            oldest.append(member.oldest if ages else -1)
+            newest.append(member.newest_trainable if masks else -1)
+        record.number = self.index.insert(
+            record.task.number, NUMBER[record.status], record.key, record.arrival, oldest, newest
+        )
+        self.records[record.number] = record
+        self.numbers[record.task.name, record.group_id] = record.number
+
+    def _own_group_id(self) -> int:
+        self.own_group_ids += 1
+        return FIRST_OWN_GROUP_ID + self.own_group_ids
+
+    def _book_return(self, ticket: Ticket, arriving: Arriving) -> None:
+        """Book what became of the tokens a group had when it was handed out.
+
+        A response that still begins with them was continued, any other was restarted.
+        """
+        self.ledger.in_flight -= ticket.tokens
+        self.ledger.produced += arriving.tokens
+        for position, (tokens, begins) in enumerate(ticket.held):
+            if position >= len(arriving.states):
+                self.ledger.discard("lost", tokens)
+            elif arriving.members[position].tokens >= tokens and _begins_with(arriving.states[position], begins):
+                self.ledger.produced -= tokens
+            else:
+                self.ledger.discard("restarted", tokens)
+
+    # The life cycle
+
+    def refresh(self, train_step: int, bits: int, released: Released) -> dict[str, int]:
+        """Run the life cycle at `train_step` over what has come due in the pools of `bits`.
+
+        Returns
+        -------
+        dict of str to int
+            Groups that entered EXPIRED or left, with a key for every task that had a group stored.
+        """
+        self.train_step = train_step
+        moved = {name: 0 for name, task in self.tasks.items() if any(self.index.counts(task.number))}
+        for number, members in self.index.due(train_step, bits):
+            record = self.records[number]
+            moved[record.task.name] += self._expire(record, members, released)
+        return moved
+
+    def _expire(self, record: Record, expired: list[int], released: Released) -> bool:
+        """The life cycle of one group whose members at `expired` are EXPIRED or have come due.
+
+        Returns
+        -------
+        bool
+            Whether the group entered the EXPIRED pool or left the store.
+        """
+        if not expired:
+            return False
+        self._announce(record)
+        exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
+        if not record.task.retries or exhausted:
+            self._forget(record)
+            self.ledger.stored -= record.tokens
+            self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
+            record.status = Status.EXPIRED
+            for state in record.states:
+                _release(state, discard(state), released)
+            return True
+        entered = record.status is not Status.EXPIRED
+        record.status = Status.EXPIRED
+        self.index.expire(record.number, expired, NUMBER[Status.EXPIRED])
+        for position in expired:
+            state, member = record.states[position], record.members[position]
+            if self.train_step is not None:
+                state.seq_staleness = seq_staleness_of(member, self.train_step)
+            self.ledger.stored -= member.tokens
+            self.ledger.discard("expired", member.tokens)
+            record.members[position] = EMPTY
+            _release(state, reset(state), released)
+        return entered
+
+    # Handing out
+
+    def count(self, task_name: str, status: Status) -> int:
+        task = self.tasks.get(task_name)
+        if task is None:
+            self.settings(task_name)
+            return 0
+        return self.index.count(task.number, NUMBER[status])
+
+    def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
+        """Take the first `n` records of a pool, in order; their tokens are in flight."""
+        task = self.tasks.get(task_name)
+        if task is None:
+            return []
+        records = []
+        for number in self.index.first(task.number, NUMBER[status], n):
+            record = self.records[number]
+            self._announce(record)
+            self._forget(record)
+            self._write_staleness(record)
+            self.ledger.stored -= record.tokens
+            self.ledger.in_flight += record.tokens
+            records.append(record)
+        return records
+
+    def give_back(self, record: Record) -> None:
+        """Store a record again that :meth:`hand_out` gave, as if it had never left."""
+        self.insert(record, [as_status(state.status) for state in record.states])
+        self.ledger.stored += record.tokens
+        self.ledger.in_flight -= record.tokens
+
+    def lend(self, record: Record) -> None:
+        """Remember a record handed out for continuation, so that it is known when it comes back."""
+        if record.status is Status.EXPIRED:
+            record.rerolls += 1
+            for state in record.states:
+                _write_rerolls(state, record.rerolls)
+        held = [
+            (member.tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
+            for state, member in zip(record.states, record.members, strict=True)
+        ]
+        self.tickets[record.task.name, record.group_id] = Ticket(
+            record.task, record.group_id, record.arrival, record.key, record.rerolls, held
+        )
+
+    def masks(self, record: Record, train_step: int | None) -> list[Taken]:
+        """Masks a group trains with at `train_step`; without one every member keeps its own. Nothing changes."""
+        taken = []
+        for state, member in zip(record.states, record.members, strict=True):
+            applies = record.masks_tokens and member.newest_trainable >= 0
+            if train_step is None or not (applies or member.others):
+                taken.append(Taken(state, None, member.trainable))
+                continue
+            threshold = record.task.rule.token_stale_threshold if applies else None
+            old = state.response_mask
+            mask, ones = trainable_mask(state.response_model_steps, old, train_step, threshold)
+            taken.append(Taken(state, mask.tolist() if isinstance(old, list) else mask, ones))
+        return taken
+
+    def train(self, record: Record, taken: list[Taken]) -> int:
+        """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
+        trained = 0
+        self.ledger.in_flight -= record.tokens
+        for (state, mask, ones), member in zip(taken, record.members, strict=True):
+            if mask is not None:
+                state.response_mask = mask
+            self.ledger.train(member.tokens, member.trainable, ones)
+            trained += ones
+        return trained
+
+    def settle(self, arriving: Arriving, outcome: str) -> None:
+        """Close the account of a group that was handed out and does not come back."""
+        ticket = self.tickets.pop((arriving.task_name, arriving.group_id))
+        self._book_return(ticket, arriving)
+        self._close(arriving, outcome)
+
+    def reject(self, arriving: Arriving, outcome: str, released: Released) -> None:
+        """Count and release a group that will not be stored."""
+        if (arriving.task_name, arriving.group_id) in self.numbers:
+            raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
+        if (arriving.task_name, arriving.group_id) in self.tickets:
+            self.settle(arriving, outcome)
+        else:
+            self.ledger.produced += arriving.tokens
+            self._close(arriving, outcome)
+        for state, status in zip(arriving.states, arriving.statuses, strict=True):
+            _release(state, discard(state), released)
+            write_status(state, status)
+
+    def _close(self, arriving: Arriving, outcome: str) -> None:
+        for member in arriving.members:
+            if outcome == "trained":
+                self.ledger.train(member.tokens, member.trainable, member.trainable)
+            else:
+                self.ledger.discard(outcome, member.tokens)
+
+    def task_handed_out(self, group: Group) -> str:
+        """Task of a group that is handed out, by its id and, where several tasks have that id, by its task name.
+
+        Raises
+        ------
+        ValueError
+            When no such group is handed out, or the id alone does not tell which.
+        """
+        first = group[0] if group else None
+        group_id, task_name = getattr(first, "group_id", None), getattr(first, "task_name", None)
+        if (task_name, group_id) in self.tickets:
+            return str(task_name)
+        tasks = [name for name, known in self.tickets if known == group_id]
+        if len(tasks) == 1:
+            return tasks[0]
+        if tasks:
+            raise ValueError(f"group {group_id!r} is handed out by tasks {', '.join(sorted(tasks))}; set its task_name")
+        where = "is stored" if any(known == group_id for _, known in self.numbers) else "is not handed out"
+        raise ValueError(f"group {group_id!r} {where}; only groups handed out by get and not put back can be settled")
+
+    # Helpers
+
+    def _announce(self, record: Record) -> None:
+        if self.before_change is not None:
+            self.before_change(record)
+
+    def _forget(self, record: Record) -> None:
+        self.index.remove(record.number)
+        del self.records[record.number]
+        del self.numbers[record.task.name, record.group_id]
+
+    def _write_staleness(self, record: Record) -> None:
+        if self.train_step is None:
+            return
+        for state, member in zip(record.states, record.members, strict=True):
+            if member is not EMPTY:
+                state.seq_staleness = seq_staleness_of(member, self.train_step)
+
+
+def _tokens_of(state: Any) -> Any:
+    """Copy of a response's tokens, or of their steps where it has no ids; None when it has none."""
+    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
+    return tokens[:] if isinstance(tokens, (list, tuple, ModelSteps)) else None if tokens is None else tokens.copy()
+
+
+def _begins_with(state: Any, begins: Any) -> bool:
+    if begins is None:
+        return True
+    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
+    if tokens is None:
+        return len(begins) == 0
+    return len(begins) == 0 or list(tokens[: len(begins)]) == list(begins)
+
+
+def _write_rerolls(state: Any, rerolls: int) -> None:
+    if getattr(state, "rerolls", rerolls) != rerolls:
+        state.rerolls = rerolls
+
+
+def _release(state: Any, cleared: dict[str, Any], released: Released) -> None:
+    if cleared:
+        released.append((state, cleared))

@@ -1,0 +1,734 @@
+"""The buffer's life cycle, taking and ordering, through its blocking calls."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollouts import balance, group, state
+
+from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+
+C, A, E, F, X, I = (
+    Status.COMPLETED,
+    Status.ABORTED,
+    Status.EXPIRED,
+    Status.FAILED,
+    Status.FILTERED,
+    Status.INIT,
+)
+
+
+def rule(sequence, token=None, **more):
+    """Rule by its thresholds, in trainer steps."""
+    return StalenessRule(sequence - 1, None if token is None else token - 1, **more)
+
+
+def buffer(sequence=3, token=None, trigger=0, **more):
+    return ReplayBuffer(rule(sequence, token), tail_batch_trigger_size=trigger, **more).sync
+
+
+def steps_of(groups):
+    return [[list(s.response_model_steps) for s in g] for g in groups]
+
+
+# Age
+
+
+@pytest.mark.parametrize(
+    ("threshold", "model_step", "status"),
+    [(1, 4, C), (1, 3, E), (1, 2, E), (2, 4, C), (2, 3, C), (2, 2, E)],
+)
+def test_a_response_expires_when_its_age_reaches_the_threshold(threshold, model_step, status):
+    member = state([model_step])
+    assert buffer(threshold).put([member], train_step=5) is status
+    assert member.seq_staleness == 5 - model_step - 1
+
+
+def test_thresholds_scale_with_the_sync_interval():
+    b = ReplayBuffer(StalenessRule(1, sync_weights_interval=2), tail_batch_trigger_size=0).sync
+    assert b.put(group([1]), train_step=5) is C
+    assert b.put(group([0]), train_step=5) is E
+
+
+def test_time_in_the_queue_counts():
+    b = buffer(3)
+    members = group([3, 3])
+    b.put(members, train_step=4)
+    seen = []
+    for train_step in (5, 6, 7):
+        moved = b.refresh_staleness(train_step)
+        seen.append((moved["default"], b.count(status=C), members[0].seq_staleness))
+    assert [(moved, completed) for moved, completed, _ in seen] == [(0, 1), (0, 1), (1, 0)]
+    assert seen[-1][2] == 3
+
+
+def test_seq_staleness_is_written_when_a_group_is_handed_out():
+    b = buffer(9)
+    b.put(group([3], [4]), train_step=5)
+    (taken,) = b.take_train_batch({"default": 1}, train_step=7)["default"]
+    assert [s.seq_staleness for s in taken] == [3, 2]
+
+
+def test_a_future_version_cannot_be_put_for_a_step():
+    b = buffer()
+    with pytest.raises(ValueError, match=r"member 0.*model step 5.*train_step 5"):
+        b.put(group([4, 5]), train_step=5)
+    assert len(b) == 0
+    assert b.put(group([5]), train_step=6) is C
+
+
+def test_without_a_train_step_the_life_cycle_runs_at_the_latest_one_known():
+    b = buffer(2)
+    assert b.put(group([0])) is C  # no step is known yet
+    b.refresh_staleness(6)
+    assert b.put(group([3])) is E
+    assert b.put(group([9])) is C
+
+
+def test_refresh_may_go_back_in_time_and_what_expired_stays_so():
+    b = buffer(2)
+    b.put(group([3]), train_step=4)
+    assert b.refresh_staleness(6) == {"default": 1}
+    assert b.refresh_staleness(4) == {"default": 0}
+    assert b.count(status=E) == 1
+    assert b.put(group([5])) is C  # in the future of step 4, and fresh there
+
+
+def test_refresh_is_idempotent():
+    b = buffer(2, 1)
+    for g in (group([3, 4]), group([4], [5]), group([5], status=A)):
+        b.put(g, train_step=6)
+    first = b.refresh_staleness(7)
+    ledger = b.ledger()
+    assert b.refresh_staleness(7) == {"default": 0}
+    assert b.ledger() == ledger
+    assert first["default"] > 0
+
+
+def test_refresh_looks_only_at_the_pools_asked_for():
+    b = buffer(2)
+    b.put(group([3]), train_step=4)
+    b.put(group([3], status=A), train_step=4)
+    assert b.refresh_staleness(6, statuses=[A]) == {"default": 1}
+    assert (b.count(status=C), b.count(status=E)) == (1, 1)
+    assert b.refresh_staleness(6, statuses=["completed"]) == {"default": 1}
+    assert b.refresh_staleness(6, statuses=[F, I]) == {"default": 0}
+
+
+def test_refresh_has_a_key_for_every_task_that_had_groups_stored():
+    b = buffer(2, trigger=-1)
+    b.put(group([3]), "a", train_step=4)
+    b.put(group([5]), "b", train_step=6)
+    assert b.refresh_staleness(6) == {"a": 1, "b": 0}
+    assert b.refresh_staleness(6) == {"b": 0}
+
+
+# Groups
+
+
+def test_only_expired_members_are_reset_and_their_siblings_survive():
+    b = buffer(8, 3)
+    members = [state(s, reward=1.0) for s in ([4, 4], [5, 9], [8, 8], [9])]
+    assert b.put(members, train_step=10) is E
+    first, *others = members
+    assert (first.status, first.response_ids, first.reward) == (E, [], None)
+    assert steps_of([others]) == [[[5, 9], [8, 8], [9]]]
+    assert all(m.status is C and m.reward == 1.0 and m.response_mask is None for m in others)
+
+    (again,) = b.get(1, status=E)
+    assert [m for m in again if m.status is not C] == [first]
+    first.response_ids, first.response_model_steps, first.status = [7], [10], C
+    assert b.put(again, train_step=11) is C
+    (taken,) = b.take_train_batch({"default": 1}, train_step=11)["default"]
+    assert [list(m.response_mask) for m in taken] == [[1], [0, 1], [1, 1], [1]]
+
+
+def test_a_preserved_member_keeps_ageing_in_the_expired_pool():
+    b = buffer(2)
+    members = group([3], [5])
+    assert b.put(members, train_step=6) is E
+    assert [m.status for m in members] == [E, C]
+    assert b.refresh_staleness(7) == {"default": 0}
+    assert members[1].status is C
+    assert b.refresh_staleness(8) == {"default": 0}  # it was in the EXPIRED pool already
+    assert [m.status for m in members] == [E, E]
+    assert members[1].response_ids == []
+    assert b.count(status=E) == 1
+    assert b.ledger()["discarded"] == {"expired": 2}
+
+
+def test_one_aborted_member_makes_the_group_aborted():
+    b = buffer()
+    members = group([5], [5], [5], [5])
+    members[2].status = A
+    assert b.put(members, train_step=6) is A
+    assert b.count(status=C) == 0
+    (again,) = b.get(9, status=A)
+    assert [m.status for m in again].count(A) == 1
+
+
+def test_a_group_with_an_expired_and_an_aborted_member_is_handed_out_once():
+    b = buffer(3, trigger=0)
+    members = group([4], [2], [4])
+    members[1].status = A
+    b.put(members, train_step=5)
+    members_put_expired = group([], [5], [5])
+    members_put_expired[0].status, members_put_expired[1].status = E, A
+    assert b.put(members_put_expired) is E
+    assert b.count(status=A) == 1
+    b.refresh_staleness(6)
+    assert members[1].status is E
+    assert b.get(9, status=A) == []
+    assert len(b.get(9, status=E)) == 2
+    assert b.get(9, status=E) == []
+
+
+def test_failed_wins_over_expired_and_does_not_age():
+    b = buffer(2)
+    members = group([1], [1])
+    members[0].status, members[1].status = F, A
+    assert b.put(members, train_step=6) is F
+    assert members[1].response_ids == [100]
+    assert b.refresh_staleness(60) == {"default": 0}
+
+
+def test_unfinished_and_settled_groups_are_left_alone():
+    b = buffer(2)
+    first = group([2, 2])
+    b.put(first, train_step=3)
+    b.put(group([1], status=X), train_step=3)
+    b.put(group([1], status=F), train_step=3)
+    b.put(group([1], status=I), train_step=3)
+    assert b.refresh_staleness(6) == {"default": 1}
+    assert b.count_statuses(["default"], [C, E, X, F, I]) == {"default": {C: 0, E: 1, X: 1, F: 1, I: 1}}
+    late = group([5])
+    assert b.put(late, train_step=6) is C
+    assert late[0].seq_staleness == 0
+    assert len(b.take_train_batch({"default": 1}, train_step=6)) == 1
+    assert not b.take_train_batch({"default": 1}, train_step=6)  # INIT work is never trained
+
+
+@pytest.mark.parametrize("trigger", [0, 4])
+def test_with_re_rollout_expired_groups_wait(trigger):
+    b = buffer(2, trigger=trigger)
+    for step in (2, 3, 4):
+        b.put(group([step]), train_step=5)
+    assert b.refresh_staleness(6) == {"default": 1}
+    assert (len(b), b.count(status=E)) == (3, 2)
+
+
+def test_without_re_rollout_expired_groups_leave():
+    b = buffer(2, trigger=-1)
+    for step in (2, 3, 4):
+        b.put(group([step]))
+    assert b.refresh_staleness(6) == {"default": 2}
+    assert (len(b), b.count(status=E)) == (1, 0)
+
+
+def test_without_re_rollout_fresh_siblings_leave_too():
+    b = buffer(2, trigger=-1)
+    members = group([2, 2], [5, 5])
+    assert b.put(members, train_step=6) is E
+    assert len(b) == 0
+    assert [m.response_ids for m in members] == [None, None]
+    assert b.ledger()["discarded"] == {"expired": 4}
+    with_retry = group([2, 2], [5, 5])
+    buffer(2, trigger=0).put(with_retry, train_step=6)
+    assert [m.response_ids for m in with_retry] == [[], [100, 101]]
+
+
+def test_a_hundred_steps_without_re_rollout_leave_no_pile():
+    b = buffer(2, trigger=-1)
+    for train_step in range(1, 101):
+        b.put(group([train_step - 1]), train_step=train_step)
+        b.refresh_staleness(train_step)
+    assert len(b) == 2
+    assert b.ledger()["discarded"] == {"expired": 98}
+
+
+def test_aborted_work_expires_by_age_after_the_same_wait_as_finished_work():
+    b = buffer(3)
+    members = group([1, 1], status=A)
+    seen = []
+    b.put(members, train_step=2)
+    for train_step in range(2, 6):
+        moved = b.refresh_staleness(train_step)["default"]
+        if not moved:
+            (again,) = b.get(1, status=A)
+            seen.append(again[0].seq_staleness)
+            b.put(again, train_step=train_step)
+    assert seen == [0, 1, 2]
+    assert (members[0].status, members[0].response_ids, members[0].seq_staleness) == (E, [], 3)
+
+
+# The token rule
+
+
+def test_a_response_without_a_fresh_trainable_token_expires_before_it_is_too_old():
+    b = buffer(8, 2)
+    assert b.put(group([5, 6]), train_step=8) is C
+    assert b.refresh_staleness(9) == {"default": 1}
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], np.array([1, 1, 0]), np.array([True, True, False])])
+def test_only_trainable_tokens_keep_a_response_alive(mask):
+    b = buffer(8, 2)
+    assert b.put([state([3, 3, 9], response_mask=mask)], train_step=10) is E
+
+
+def test_the_token_rule_spares_what_it_does_not_apply_to():
+    b = buffer(8, 1)
+    kept = {
+        "empty": group([]),
+        "nothing trainable": [state([3], response_mask=[0])],
+        "agentic by input_ids": [state([3], input_ids=[1]), state([3])],
+        "agentic by labels": [state([3]), state([3], labels=[1])],
+    }
+    assert {name: b.put(members, train_step=8) for name, members in kept.items()} == dict.fromkeys(kept, C)
+    assert b.refresh_staleness(11)["default"] == 0
+    assert b.refresh_staleness(12)["default"] == 3  # the sequence rule still applies
+
+
+def test_aborted_work_can_be_spared_by_the_token_rule_until_it_is_completed():
+    spare = ReplayBuffer(rule(8, 1, spare_aborted=True), tail_batch_trigger_size=0).sync
+    members = group([5], [6])
+    members[0].status = A
+    assert spare.put(members, train_step=7) is A
+    assert spare.refresh_staleness(8) == {"default": 1}  # its sibling is not spared
+    assert [m.status for m in members] == [A, E]
+    assert members[0].response_ids == [100]
+
+    plain = buffer(8, 1)
+    assert plain.put([state([5], A), state([6])], train_step=7) is E
+
+
+# What is put
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_mask": [1, 1, 1]}, "response_mask has 3 entries, response_ids has 5"),
+        ({"response_mask": []}, "response_mask has 0 entries, response_ids has 5"),
+        ({"logprobs": [0.0]}, "logprobs has 1 entries, response_ids has 5"),
+        ({"response_model_steps": [5] * 4}, "response_model_steps has 4 entries, response_ids has 5"),
+        ({"response_model_steps": [5] * 6}, "response_model_steps has 6 entries, response_ids has 5"),
+        ({"response_ids": None, "response_mask": [1]}, "response_mask has 1 entries, response_model_steps has 5"),
+        ({"response_model_steps": None}, "5 response tokens have no model step"),
+        ({"response_model_steps": np.array([5.0] * 5)}, "response_model_steps|steps"),
+        ({"response_model_steps": [5, 5, True, 5, 5]}, r"steps\[2\] is True"),
+        ({"response_model_steps": [5, 5, 3.9, 5, 5]}, r"steps\[2\] is 3.9"),
+        ({"response_model_steps": np.array([2**63] * 5, dtype=np.uint64)}, "2\\*\\*63|9223372036854775807"),
+        ({"status": "done"}, "unknown status"),
+        ({"prompt_model_step": -1}, "prompt_model_step"),
+        ({"prompt_model_step": "3"}, "prompt_model_step"),
+        ({"rerolls": 1.5}, "rerolls"),
+        ({"group_id": [1]}, "unhashable"),
+    ],
+)
+def test_a_wrong_member_is_named_and_nothing_changes(fields, words):
+    b = buffer()
+    good, bad = state([5] * 5), state([5, 5, 5, 7, 7])
+    for name, value in fields.items():
+        setattr(bad, name, value)
+    before = {f: getattr(bad, f) for f in RolloutState.__dataclass_fields__}
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        b.put([good, bad] if "group_id" not in fields else [bad, good], train_step=8)
+    assert f"rollout_id {bad.rollout_id}" in str(caught.value)
+    assert all(getattr(bad, f) is value for f, value in before.items())
+    assert (good.group_id, len(b), b.ledger()["produced"]) == (None, 0, 0)
+
+
+def test_stamping_comes_first_and_a_refused_put_takes_it_back():
+    b = buffer()
+    short = state([5] * 3)
+    short.response_ids = [1, 2, 3, 4]
+    assert b.put([short], model_step=6, train_step=7) is C
+    assert short.response_model_steps == [5, 5, 5, 6]
+    refused = state([5] * 3)
+    refused.response_ids, refused.response_mask = [1, 2, 3, 4], [1]
+    with pytest.raises(ValueError, match="response_mask has 1"):
+        b.put([refused], model_step=6, train_step=7)
+    assert refused.response_model_steps == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ([], ValueError, "empty"),
+        (state([5]), TypeError, "sequence of states"),
+        ("group", TypeError, "sequence of states"),
+        (None, TypeError, "sequence of states"),
+        ([object()], TypeError, "member 0 .* is no rollout state"),
+        ([state([5]), 3], TypeError, "member 1 .* is no rollout state"),
+        ([state([5], group_id=1), state([5], group_id=2)], ValueError, "one group_id"),
+        ([state([5], group_id=1), state([5])], ValueError, "one group_id"),
+        ([state([5])] * 2, ValueError, "same state object twice"),
+    ],
+)
+def test_what_is_no_group_is_refused(wrong, error, words):
+    b = buffer()
+    with pytest.raises(error, match=words):
+        b.put(wrong, train_step=6)
+    assert len(b) == 0
+
+
+def test_a_group_cannot_be_stored_twice():
+    b = buffer()
+    members = group([5], group_id="g")
+    b.put(members, train_step=6)
+    with pytest.raises(ValueError, match="'g'.*stored already"):
+        b.put(group([5], group_id="g"), train_step=6)
+    assert (len(b), b.ledger()["produced"]) == (1, 1)
+    assert b.put(group([5], group_id="g"), "other", train_step=6) is C  # tasks have ids of their own
+
+
+def test_groups_without_an_id_get_a_fresh_one():
+    b = buffer()
+    first, second = group([5], [5]), group([5])
+    b.put(first, train_step=6)
+    b.put(second, train_step=6)
+    assert first[0].group_id == first[1].group_id != second[0].group_id is not None
+    with pytest.raises(ValueError, match="stored already"):
+        b.put(first, train_step=6)
+
+
+def test_a_missing_version_can_be_ordered_instead_of_refused():
+    for where, expected in (("oldest", [None, 3, 5]), ("newest", [3, 5, None])):
+        b = buffer(9, 1, missing_version=where)
+        for steps in ([3], [None], [5]):
+            b.put(group(steps, response_mask=None), train_step=4 if steps == [3] else 6)
+        taken = [g[0] for _ in range(3) for g in b.take_batch({"default": 1})["default"]]
+        got = [m.response_model_steps and m.response_model_steps[0] for m in taken]
+        assert got == expected
+    b = buffer(2, 1, missing_version="newest")
+    b.put(group([None]), train_step=6)
+    assert b.refresh_staleness(1000) == {"default": 0}  # neither rule applies
+
+
+def test_groups_without_response_tokens_are_not_missing_a_version():
+    b = buffer()
+    assert b.put(group([], status=A), train_step=3) is A
+    assert b.put(group([], []), train_step=3) is C
+
+
+def test_any_object_with_the_attributes_works():
+    b = buffer(2, 1)
+    foreign = SimpleNamespace(
+        status="completed", prompt_ids=[1], response_ids=[5, 6], response_model_steps=(3, 4), response_mask=None
+    )
+    assert b.put([foreign], train_step=5) is C
+    batch = b.take_train_batch({"default": 1}, train_step=5)
+    assert batch["default"][0][0] is foreign
+    assert list(foreign.response_mask) == [0, 1]
+    b.put([foreign])
+    b.refresh_staleness(9)
+    assert (foreign.status, foreign.response_ids) == ("expired", [])
+
+
+# Taking
+
+
+def test_taking_all_or_nothing_loses_nothing():
+    b = buffer(2)
+    for step in (5, 5, 4, 2):
+        b.put(group([step]), train_step=6 if step > 2 else None)
+    assert (b.count(status=C), b.count(status=E)) == (3, 1)
+    for _ in range(2):
+        assert not b.take_train_batch({"default": 4}, train_step=6)
+        assert not b.is_ready({"default": 4})
+        assert b.count() == 3
+    b.put(group([5]), train_step=6)
+    batch = b.take_train_batch({"default": 4}, train_step=6)
+    assert len(batch["default"]) == 4
+    assert len(b) == 1
+
+
+def test_a_short_task_keeps_the_others_where_they_are():
+    b = buffer()
+    for _ in range(2):
+        b.put(group([5]), "a", train_step=6)
+    assert not b.is_ready({"a": 2, "b": 1})
+    batch = b.take_train_batch({"a": 2, "b": 1}, train_step=6)
+    assert not batch
+    assert (dict(batch), batch.trainable_tokens) == ({}, 0)
+    assert b.count("a") == 2
+    b.put(group([5]), "b", train_step=6)
+    batch = b.take_train_batch({"a": 2, "b": 1}, train_step=6)
+    assert {task: len(groups) for task, groups in batch.items()} == {"a": 2, "b": 1}
+    assert batch.trainable_tokens_by_task == {"a": 2, "b": 1}
+    assert batch.trainable_tokens == 3
+
+
+def test_nothing_too_old_is_ever_handed_to_training():
+    b = buffer(2)
+    b.put(group([3]), train_step=4)
+    b.put(group([5]), train_step=6)
+    batch = b.take_train_batch({"default": 1}, train_step=7)
+    assert steps_of(batch["default"]) == [[[5]]]
+    assert b.count(status=E) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"), [(None, [0, 0, 0, 1, 1]), ([1] * 5, [0, 0, 0, 1, 1]), ([1, 1, 0, 0, 1], [0, 0, 0, 0, 1])]
+)
+def test_the_mask_is_written_when_a_batch_is_taken(mask, expected):
+    b = buffer(8, 2)
+    member = state([5, 5, 5, 7, 7], response_mask=mask)
+    b.put([member], train_step=8)
+    assert member.response_mask is mask
+    batch = b.take_train_batch({"default": 1}, train_step=8)
+    assert list(member.response_mask) == expected
+    assert batch.trainable_tokens == sum(expected)
+    if mask is None:
+        assert member.response_mask.dtype == np.uint8
+    else:
+        assert type(member.response_mask) is list
+
+
+def test_without_a_token_rule_only_foreign_tokens_are_masked():
+    b = buffer(8)
+    own, mixed = state([5, 6]), state([-1, 5, 6], response_mask=[1, 1, 0])
+    b.put([own, mixed], train_step=8)
+    batch = b.take_train_batch({"default": 1}, train_step=8)
+    assert own.response_mask is None
+    assert mixed.response_mask == [0, 1, 0]
+    assert batch.trainable_tokens == 3
+    assert b.ledger()["masked_semantic"] == 2
+
+
+def test_agentic_groups_keep_their_masks():
+    b = buffer(8, 1)
+    member = state([3, 7], labels=[1, 2], response_mask=[1, 1])
+    b.put([member], train_step=8)
+    assert b.take_train_batch({"default": 1}, train_step=8).trainable_tokens == 2
+    assert member.response_mask == [1, 1]
+
+
+def test_take_batch_takes_any_pool_and_leaves_masks_alone():
+    b = buffer(8, 1)
+    member = state([3, 7], X)
+    b.put([member], train_step=8)
+    batch = b.take_batch({"default": 1}, status=X)
+    assert batch["default"] == [[member]]
+    assert member.response_mask is None
+    assert (b.ledger()["trained"], len(b)) == (2, 0)
+
+
+def test_a_take_that_fails_puts_the_groups_back():
+    b = buffer(8, 1)
+    good, bad = state([7], reward=1), state([7, 7], reward=2)
+    b.put([good], train_step=8)
+    b.put([bad], train_step=8)
+    bad.response_mask = [1]  # somebody broke the buffer's state
+    with pytest.raises(ValueError, match="1"):
+        b.take_train_batch({"default": 2}, train_step=8)
+    assert (b.count(), good.response_mask) == (2, None)
+    assert balance(b.ledger())[0] == balance(b.ledger())[1]
+    bad.response_mask = None
+    batch = b.take_train_batch({"default": 2}, train_step=8)
+    assert [g[0].reward for g in batch["default"]] == [1, 2]
+
+
+# Orders
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fifo", "abcdef"),
+        ("stalest_first", "bdacef"),
+        ("freshest_first", "eacbdf"),
+        ("oldest_prompt_first", "ecabdf"),
+    ],
+)
+def test_orders_are_stable_and_groups_without_a_key_come_last(order, expected):
+    b = buffer(99, order=order)
+    arrivals = {
+        "a": group([7, 8], prompt_model_step=6),
+        "b": group([5], [9], prompt_model_step=7),
+        "c": group([7], prompt_model_step=5),
+        "d": group([5], prompt_model_step=7),
+        "e": group([9, 8], prompt_model_step=4),
+        "f": group([]),
+    }
+    for name, members in arrivals.items():
+        b.put(members, train_step=10)
+        members[0].extra_fields["name"] = name
+    b.refresh_staleness(50)
+    taken = "".join(g[0].extra_fields["name"] for g in b.take_batch({"default": 6})["default"])
+    assert taken == expected
+
+
+def test_the_oldest_prompt_goes_first_whatever_its_tokens_are():
+    for order, first in (("oldest_prompt_first", 5), ("stalest_first", 6)):
+        b = buffer(9, order=order)
+        b.put(group([6, 6], prompt_model_step=6), train_step=9)
+        b.put(group([8, 8], prompt_model_step=5), train_step=9)
+        assert b.take_batch({"default": 1})["default"][0][0].prompt_model_step == first
+
+
+def test_a_group_that_comes_back_keeps_its_arrival_and_gets_a_new_key():
+    b = buffer(9, order="stalest_first")
+    first, second, third = group([5], status=A), group([5]), group([5])
+    for members in (first, second, third):
+        b.put(members, train_step=7)
+    (again,) = b.get(1, status=A)
+    again[0].status = C
+    b.put(again, train_step=7)
+    assert b.get(2) == [first, second]
+    b.put(first)
+    assert b.get(1) == [first]
+    first[0].response_ids, first[0].response_model_steps = [1], [6]
+    b.put(first, train_step=7)
+    assert b.get(2) == [third, first]
+
+
+def test_a_reset_does_not_change_a_groups_place():
+    b = buffer(3, order="stalest_first")
+    old, young = group([2], [4]), group([3], [4])
+    b.put(young, train_step=5)
+    b.put(old, train_step=5)
+    b.refresh_staleness(7)
+    assert [[m.status for m in g] for g in (old, young)] == [[E, C], [E, C]]
+    assert b.get(2, status=E) == [old, young]
+
+
+def test_a_group_put_back_without_tokens_keeps_its_key():
+    b = buffer(3, trigger=0)
+    old, young = group([2]), group([3])
+    b.put(young, train_step=4)
+    b.put(old, train_step=4)
+    b.refresh_staleness(9)
+    for members in b.get(2, status=E):
+        b.put(members)
+    assert b.get(2, status=E) == [old, young]
+
+
+# Re-rolls
+
+
+def test_rerolls_count_hand_outs_of_the_expired_pool_and_can_be_bounded():
+    b = buffer(1, trigger=0, max_rerolls=1)
+    members = group([0], [0])
+    b.put(members, train_step=1)
+    b.refresh_staleness(2)
+    (again,) = b.get(1, status=E)
+    assert [m.rerolls for m in again] == [1, 1]
+    for m in again:
+        m.response_ids, m.response_model_steps, m.status = [1], [1], C
+    assert b.put(again, train_step=2) is C
+    assert b.refresh_staleness(3) == {"default": 1}
+    assert len(b) == 0
+    assert b.ledger()["discarded"] == {"expired": 2, "max_rerolls": 2}
+    assert members[0].rerolls == 1
+    assert balance(b.ledger())[0] == balance(b.ledger())[1] == 4
+
+
+def test_a_group_expired_for_the_last_time_is_not_stored_by_put():
+    b = buffer(1, trigger=0, max_rerolls=0)
+    assert b.put(group([0]), train_step=5) is E
+    assert len(b) == 0
+    assert b.ledger()["discarded"] == {"max_rerolls": 1}
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"rule": None}, TypeError, "rule"),
+        ({"rule": {}}, ValueError, "rule"),
+        ({"rule": {"a": 3}}, TypeError, "rule of task 'a'"),
+        ({"rule": {3: StalenessRule()}}, TypeError, "task name"),
+        ({"order": "newest"}, ValueError, "order must be one of"),
+        ({"order": None}, ValueError, "order must be one of"),
+        ({"tail_batch_trigger_size": -2}, ValueError, "tail_batch_trigger_size"),
+        ({"tail_batch_trigger_size": True}, TypeError, "tail_batch_trigger_size"),
+        ({"tail_batch_trigger_size": 1.0}, TypeError, "tail_batch_trigger_size"),
+        ({"tail_batch_trigger_size": {"a": -2}}, ValueError, "'a'"),
+        ({"rule": {"a": StalenessRule()}, "tail_batch_trigger_size": {"b": 0}}, ValueError, "'b', which has no rule"),
+        ({"missing_version": "ignore"}, ValueError, "missing_version"),
+        ({"max_rerolls": -1}, ValueError, "max_rerolls"),
+        ({"max_rerolls": False}, TypeError, "max_rerolls"),
+        ({"on_release": 3}, TypeError, "on_release"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        ReplayBuffer(**{"rule": StalenessRule(), **settings})
+
+
+def test_tasks_have_their_own_rules_and_triggers():
+    rules = {"a": StalenessRule(1), "b": StalenessRule(0)}
+    b = ReplayBuffer(rules, tail_batch_trigger_size={"b": 0})
+    assert (b.rule("a"), b.tail_batch_trigger_size("a"), b.tail_batch_trigger_size("b")) == (rules["a"], -1, 0)
+    assert b.sync.put(group([4]), "a", train_step=6) is C
+    assert b.sync.put(group([4]), "b", train_step=6) is E
+    assert b.sync.refresh_staleness(7) == {"a": 1, "b": 0}
+    assert b.sync.count_statuses(["a", "b"], [E]) == {"a": {E: 0}, "b": {E: 1}}
+    for call in (
+        lambda: b.sync.put(group([4]), "c"),
+        lambda: b.sync.get(1, "c"),
+        lambda: b.sync.count("c"),
+        lambda: b.sync.take_batch({"c": 1}),
+        lambda: b.sync.take_train_batch({"c": 0}, train_step=8),
+        lambda: b.rule("c"),
+    ):
+        with pytest.raises(ValueError, match="task 'c' has no rule; tasks with one are: a, b"):
+            call()
+
+
+def test_discarding_with_a_token_rule_warns_once_of_the_consequence():
+    with pytest.warns(UserWarning, match="discarded for good") as caught:
+        ReplayBuffer(rule(3, 1))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda b: b.refresh_staleness(0), ValueError, "train_step"),
+        (lambda b: b.refresh_staleness(True), TypeError, "train_step"),
+        (lambda b: b.refresh_staleness(2.0), TypeError, "train_step"),
+        (lambda b: b.refresh_staleness(2, statuses=["nope"]), ValueError, "unknown status"),
+        (lambda b: b.put(group([1]), train_step=0), ValueError, "train_step"),
+        (lambda b: b.put(group([1]), model_step=True), TypeError, "model_step"),
+        (lambda b: b.put(group([1]), 3), TypeError, "task name"),
+        (lambda b: b.get(-1), ValueError, "n must be"),
+        (lambda b: b.get(1, status="nope"), ValueError, "unknown status"),
+        (lambda b: b.take_batch({}), ValueError, "sizes names no task"),
+        (lambda b: b.take_batch([("default", 1)]), TypeError, "sizes"),
+        (lambda b: b.take_batch({"default": -1}), ValueError, r"sizes\['default'\]"),
+        (lambda b: b.take_train_batch({"default": 1.0}, train_step=2), TypeError, r"sizes\['default'\]"),
+        (lambda b: b.take_train_batch({"default": 1}, train_step=0), ValueError, "train_step"),
+        (lambda b: b.wait_ready({"default": 1}, timeout=-1), ValueError, "timeout"),
+        (lambda b: b.wait_ready({"default": 1}, timeout=float("nan")), ValueError, "timeout"),
+        (lambda b: b.settle([], "done"), ValueError, "outcome"),
+        (lambda b: b.reject(group([1]), outcome="trained"), ValueError, "outcome"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_nothing_changes(call, error, words):
+    b = buffer(2)
+    b.put(group([1]), train_step=2)
+    ledger = b.ledger()
+    with pytest.raises(error, match=words):
+        call(b)
+    assert (b.count(), b.ledger()) == (1, ledger)
+
+
+def test_sizes_of_zero_take_nothing_from_a_task():
+    b = buffer()
+    b.put(group([5]), "a", train_step=6)
+    batch = b.take_train_batch({"a": 1, "b": 0}, train_step=6)
+    assert {task: len(groups) for task, groups in batch.items()} == {"a": 1, "b": 0}
+
+
+def test_model_steps_serve_as_steps_everywhere():
+    b = buffer(8, 2)
+    member = state([5])
+    member.response_ids, member.response_model_steps = list(range(6)), ModelSteps.from_list([5, 5, 5])
+    b.put([member], model_step=7, train_step=8)
+    assert member.response_model_steps.runs() == [(5, 3), (7, 3)]
+    assert b.take_train_batch({"default": 1}, train_step=8).trainable_tokens == 3
