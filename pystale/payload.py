@@ -44,9 +44,9 @@ _NONE: frozenset[type] = frozenset({type(None)})
 _NESTED: frozenset[type] = frozenset({dict, list})
 _PLAIN: frozenset[type] = frozenset({str, bool, type(None)})
 _INTEGERS: frozenset[type] = frozenset({int}) | frozenset(
-    (np.dtype(code).type for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
+    np.dtype(code).type for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 )
-_IDS = _INTEGERS | {str, type(None)}
+_IDS: frozenset[type] = _INTEGERS | {str, type(None)}
 _SEQUENCES: frozenset[type] = frozenset({list, tuple, np.ndarray, type(None)})
 # What the library itself computes with must have a type it can compute with, when written and when read.
 _ALLOWED: dict[str, frozenset[type]] = {
