@@ -72,7 +72,7 @@ class SaveJob:
         writer = CheckpointWriter(self._directory)
         try:
             while (group := self._next()) is not None:
-                writer.add(group)
+                writer.add_encoded(group)
             if self._failure is not None:
                 raise self._failure
             if self._cancelled:
