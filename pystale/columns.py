@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pystale._core import ModelSteps
+from pystale._objects import ModelSteps
 from pystale.state import RolloutState
 
 __all__ = ["FIELDS", "Array", "Column", "ColumnReader", "Columns", "Entries", "Malformed", "array_kind", "scalar_kind"]

@@ -15,7 +15,7 @@ C, A, E, F = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.FAILED
 
 
 def make(**more):
-    return ReplayBuffer(**{"rule": StalenessRule(3, 0), "tail_batch_trigger_size": 0, **more})
+    return ReplayBuffer(**{"rule": StalenessRule(3, 1), "tail_batch_trigger_size": 0, **more})
 
 
 def filled(**more):
@@ -139,7 +139,7 @@ def test_the_state_saved_is_the_state_at_the_call(tmp_path, monkeypatch):
     b.put(lent, train_step=7)
     b.put(group([6], group_id="new"), train_step=7)
     b.refresh_staleness(8)
-    assert b.count(status=E) == 4
+    assert b.count(status=E) == 5
     gate.set()
     saver.join(20)
 
