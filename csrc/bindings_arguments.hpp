@@ -5,9 +5,11 @@
 // lists and ModelSteps. Needs Python.h only, so that neither has to know the other's tools.
 
 #include <Python.h>
+#if PY_VERSION_HEX < 0x030B0000
+#include <longintrepr.h>
+#endif
 
 #include <cstdint>
-#include <optional>
 
 #include "kernels.hpp"
 #include "layout.hpp"
@@ -43,6 +45,34 @@ struct ListCursor {
     std::int64_t value = 0;     // object in long runs, and the same object is the same number
     bool is_mask = false;
 };
+
+// The value of an exact int of one digit (below 2**30 in size), as every real model step is. False for larger ones.
+// Saves the call into the interpreter, which is half the cost of reading a list of distinct ints.
+inline bool small_int(PyObject* object, std::int64_t* value) noexcept {
+    auto* const number = reinterpret_cast<PyLongObject*>(object);
+#if PY_VERSION_HEX >= 0x030C0000
+    if (!PyUnstable_Long_IsCompact(number)) return false;
+    *value = PyUnstable_Long_CompactValue(number);
+#else
+    const Py_ssize_t digits = Py_SIZE(number);  // negative for negative numbers
+    if (digits < -1 || digits > 1) return false;
+    *value = digits == 0 ? 0 : static_cast<std::int64_t>(digits) * number->ob_digit[0];
+#endif
+    return true;
+}
+
+// Entries from items[0] on that are the same object, at least 1; eight at a time, since runs are long.
+inline std::size_t same_objects(PyObject* const* items, std::size_t count) noexcept {
+    const auto first = reinterpret_cast<std::uintptr_t>(items[0]);
+    std::size_t same = 1;
+    for (; same + 8 <= count; same += 8) {
+        std::uintptr_t difference = 0;
+        for (std::size_t i = 0; i < 8; ++i) difference |= reinterpret_cast<std::uintptr_t>(items[same + i]) ^ first;
+        if (difference != 0) break;
+    }
+    while (same < count && reinterpret_cast<std::uintptr_t>(items[same]) == first) ++same;
+    return same;
+}
 
 // Column::source points into the argument itself, so it must stay where it is.
 struct Argument {

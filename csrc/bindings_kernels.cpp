@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 
 #include <bit>
+#include <optional>
 #include <string>
 
 #include "bindings.hpp"

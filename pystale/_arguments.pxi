@@ -14,6 +14,9 @@ cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(PyObject* object) noexcept
     long long PyLong_AsLongLongAndOverflow(PyObject* object, int* overflow) noexcept
 
+cdef extern from "<algorithm>" namespace "std":
+    void fill_n(int64_t* values, size_t count, int64_t value) noexcept
+
 cdef extern from "bindings_arguments.hpp" namespace "pystale":
     ctypedef int (*Reader)(void* source, size_t first, size_t count, int64_t* values) except -1
 
@@ -110,6 +113,8 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale::bindings":
         ListCursor cursor
         Column column
 
+    size_t same_objects(PyObject** items, size_t count) noexcept
+    bint small_int(PyObject* object, int64_t* value) noexcept
     void use_array(Argument& argument) noexcept
     void use_runs(Argument& argument, const Runs& runs) noexcept
     void use_list(Argument& argument, Reader read) noexcept
@@ -142,26 +147,27 @@ cdef str described(object value):
     return f"of type {name}"
 
 
-cdef int64_t list_entry(ListCursor* cursor, object name, PyObject* item, size_t at) except? -1:
+cdef int64_t list_entry(Argument* argument, PyObject* item, size_t at) except? -1:
     """The value of one entry; for a mask, zero or not zero. Runs no code but the interpreter's and NumPy's own."""
     cdef int overflow = 0
     cdef int64_t value
+    cdef bint is_mask = argument.cursor.is_mask
     entry = <object> item
     kind = type(entry)
-    if PyLong_Check(entry) and (cursor.is_mask or not PyBool_Check(entry)):
+    if PyLong_Check(entry) and (is_mask or not PyBool_Check(entry)):
         pass
     elif kind in INTEGER_SCALARS:
         entry = entry.__index__()
-    elif cursor.is_mask and kind is BOOL_SCALAR:
+    elif is_mask and kind is BOOL_SCALAR:
         return entry is np.True_
     else:
-        wanted = "an int or a bool" if cursor.is_mask else "an int"
-        raise TypeError(f"{name}[{at}] is {described(entry)}; {wanted} is required")
+        wanted = "an int or a bool" if is_mask else "an int"
+        raise TypeError(f"{argument.column.name.decode()}[{at}] is {described(entry)}; {wanted} is required")
     value = PyLong_AsLongLongAndOverflow(<PyObject*> entry, &overflow)
-    if overflow and cursor.is_mask:
+    if overflow and is_mask:
         return 1
     if overflow:
-        raise ValueError(f"{name}[{at}] does not fit int64; values from -2**63 to 2**63 - 1 are allowed")
+        raise ValueError(f"{argument.column.name.decode()}[{at}] does not fit int64; values from -2**63 to 2**63 - 1 are allowed")
     return value
 
 
@@ -172,23 +178,23 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
     cdef int64_t value = cursor.value
     cdef PyObject* item
     cdef PyObject** items
-    cdef int overflow = 0
-    cdef size_t i
+    cdef size_t i = 0
+    cdef size_t same
     if PySequence_Fast_GET_SIZE(cursor.items) != cursor.size:
         raise RuntimeError(f"{argument.column.name.decode()} changed its length while it was being read")
     items = PySequence_Fast_ITEMS(cursor.items) + first
-    for i in range(count):
+    while i < count:
         item = items[i]
-        if item != last:
-            if PyLong_CheckExact(<object> item):
-                value = PyLong_AsLongLongAndOverflow(item, &overflow)
-                if overflow:
-                    value = list_entry(cursor, argument.column.name.decode(), item, first + i)
-                    overflow = 0
-            else:
-                value = list_entry(cursor, argument.column.name.decode(), item, first + i)
-            last = item
+        if item == last:
+            same = same_objects(items + i, count - i)
+            fill_n(values + i, same, value)
+            i += same
+            continue
+        if not PyLong_CheckExact(<object> item) or not small_int(item, &value):
+            value = list_entry(argument, item, first + i)
+        last = item
         values[i] = value
+        i += 1
     cursor.last = last
     cursor.value = value
     return 0
@@ -294,9 +300,9 @@ cdef bint overlaps(const Layout& layout, const Argument& argument) noexcept:
 
 cdef int check_lists(const Argument& steps, const Argument& mask) except -1:
     """Refuses a bad entry before anything is written to an array of the caller's."""
-    if steps.column.read != NULL:
+    if steps.cursor.items != NULL:
         check_entries(steps.column)
-    if mask.given and mask.column.read != NULL:
+    if mask.cursor.items != NULL:
         check_entries(mask.column)
     return 0
 

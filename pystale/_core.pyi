@@ -1,5 +1,16 @@
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import SupportsIndex, TypedDict, type_check_only
+
+# --- Build information (csrc/bindings_kernels.cpp) ---
+
+@type_check_only
+class BuildInfo(TypedDict):
+    version: str
+    compiler: str
+    multiversioned: bool
+    cpu_level: str
+
+def build_info() -> BuildInfo: ...
 
 # --- StalenessIndex (csrc/bindings_index.cpp) ---
 
