@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pystale._core import ModelSteps
+from pystale import ModelSteps
 from pystale.demo.policy import FEATURES, WINDOW, Floats, Policy
-from pystale.demo.task import END, MAX_TOKENS, OUTPUTS, PAD, PROMPT_TOKENS
+from pystale.demo.task import END, MAX_TOKENS, PAD, PROMPT_TOKENS
 
 __all__ = ["Engine", "Generation", "Request"]
 
@@ -166,8 +166,8 @@ class Engine:
         log_probs = self._policy.log_probs(features)
         cumulative = np.exp(log_probs).cumsum(axis=1)
         draws = self._rng.random((len(rows), 1), dtype=np.float32) * cumulative[:, -1:]
-        # A float32 product can round up to the whole sum, which would be one past the last token.
-        tokens = np.minimum((cumulative <= draws).sum(axis=1), OUTPUTS - 1)
+        cumulative[:, -1] = np.inf  # a float32 product can round up to the whole sum, which would be past the last token
+        tokens = (cumulative > draws).argmax(axis=1)
         self._sequence[rows, FEATURES + lengths] = tokens
         self._logprobs[rows, lengths] = log_probs[np.arange(len(rows)), tokens]
         self._steps[rows, lengths] = model_step

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pystale import RolloutState
 from pystale.demo.policy import Features, Floats, Policy, distinct, response_features
-from pystale.demo.task import END, OUTPUTS, counting_text, sample_prompt
-from pystale.state import RolloutState
+from pystale.demo.task import OUTPUTS, counting_text, sample_prompt
 
-__all__ = ["Adam", "TokenBatch", "Trainer", "loss_gradient", "train_base_model"]
+__all__ = ["Adam", "BaseModel", "TokenBatch", "Trainer", "loss_gradient"]
 
 CLIP = 0.2
 ENTROPY_BONUS = 0.001
 LEARNING_RATE = 3e-3
 PASSES = 2
+TEXTS, LONGEST_TEXT, SLIPS = 24, 40, 0.05
 ROWS = 512  # forward and backward of this many tokens stay in the cache of one core
 
 
@@ -130,25 +131,36 @@ class Trainer:
             self._policy.load(self._adam.update(self._policy.parameters, gradient))
 
 
-def train_base_model(rng: np.random.Generator, *, steps: int = 200, texts: int = 48, noise: float = 0.05) -> Floats:
-    """Weights of a model that counts, with slips, and stops anywhere: what the reward then has to teach it.
+class BaseModel:
+    """Teaches counting from text, with slips and with endings that have nothing to do with the prompt.
 
-    From random weights the same minute of reinforcement learning stays under a reward of 0.3.
+    Reinforcement learning then has something to reward, and everything to teach: care, and where to stop. From random
+    weights the same minute of it stays under a reward of 0.3.
     """
-    policy = Policy.initial(rng)
-    adam = Adam(len(policy.parameters))
-    for _ in range(steps):
-        prompts = [sample_prompt(rng) for _ in range(texts)]
-        written = [counting_text(prompt, int(rng.integers(1, 41))) for prompt in prompts]
-        features = np.concatenate([response_features(p, w) for p, w in zip(prompts, written, strict=True)])
-        targets = np.concatenate(written)
-        slips = rng.random(len(targets)) < noise
-        targets[slips] = rng.integers(0, OUTPUTS, int(slips.sum()))
-        gradient = np.zeros_like(policy.parameters)
-        for start in range(0, len(targets), ROWS):
-            activations = policy.forward(features[start : start + ROWS])
-            logit_gradient = np.exp(activations.log_probs)
-            logit_gradient[np.arange(len(logit_gradient)), targets[start : start + ROWS]] -= 1
-            gradient += policy.backward(activations, logit_gradient / len(targets))
-        policy.load(adam.update(policy.parameters, gradient))
-    return policy.parameters
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._policy = Policy.initial(rng)
+        self._adam = Adam(len(self._policy.parameters))
+
+    @property
+    def parameters(self) -> Floats:
+        """Current weights."""
+        return self._policy.parameters
+
+    def train(self, steps: int) -> None:
+        """Take supervised steps."""
+        for _ in range(steps):
+            prompts = [sample_prompt(self._rng) for _ in range(TEXTS)]
+            texts = [counting_text(prompt, int(self._rng.integers(1, LONGEST_TEXT + 1))) for prompt in prompts]
+            features = np.concatenate([response_features(p, t) for p, t in zip(prompts, texts, strict=True)])
+            targets = np.concatenate(texts)
+            slips = self._rng.random(len(targets)) < SLIPS
+            targets[slips] = self._rng.integers(0, OUTPUTS, int(slips.sum()))
+            gradient = np.zeros_like(self.parameters)
+            for start in range(0, len(targets), ROWS):
+                activations = self._policy.forward(features[start : start + ROWS])
+                logit_gradient = np.exp(activations.log_probs)
+                logit_gradient[np.arange(len(logit_gradient)), targets[start : start + ROWS]] -= 1
+                gradient += self._policy.backward(activations, logit_gradient / len(targets))
+            self._policy.load(self._adam.update(self.parameters, gradient))

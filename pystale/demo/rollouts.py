@@ -1,17 +1,18 @@
 """Agent loop and sampler: what connects the engine to the producer."""
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from pystale._core import ModelSteps
-from pystale.buffer import ReplayBuffer
+from pystale import ModelSteps, ReplayBuffer, RolloutState, Status, group_status
 from pystale.demo.engine import Engine, Generation, Request
 from pystale.demo.task import MAX_TOKENS, reward, sample_prompt, text
-from pystale.state import RolloutState, Status
+from pystale.sampler import PromptSampler
 
-__all__ = ["CountingAgentLoop", "PromptSampler"]
+__all__ = ["CountingAgentLoop", "CountingSampler"]
 
 
 class CountingAgentLoop:
@@ -72,49 +73,15 @@ def _extend(member: RolloutState, new: Generation) -> None:
         member.reward = reward(member.prompt_ids, member.response_ids)
 
 
-class PromptSampler:
-    """Hands out groups: from the pools of the buffer it is told to try, else a group for a new prompt.
+class CountingSampler(PromptSampler):
+    """A :class:`~pystale.PromptSampler` that counts what it hands out."""
 
-    Parameters
-    ----------
-    buffer : ReplayBuffer
-        Whose pools to try.
-    engine : Engine
-        Whose model step a new prompt is dispatched at.
-    group_size : int
-        Rollouts per prompt.
-    rng : numpy.random.Generator
-        Draws the prompts.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, engine: Engine, group_size: int, rng: np.random.Generator) -> None:
-        self.groups_rerolled = 0
-        self.groups_continued = 0
-        self._buffer = buffer
-        self._engine = engine
-        self._group_size = group_size
-        self._rng = rng
-        self._drawn = 0
+    def __init__(self, buffer: ReplayBuffer, group_size: int, rng: np.random.Generator) -> None:
+        super().__init__((sample_prompt(rng) for _ in itertools.count()), buffer, group_size)
+        self.drawn: Counter[Status] = Counter()
 
     async def sample(self, task_name: str, statuses: Sequence[Status]) -> list[RolloutState]:
-        """A group from the first of these pools that has one, else a new one."""
-        for status in statuses:
-            found = await self._buffer.get(1, task_name, status)
-            if found:
-                self.groups_rerolled += status is Status.EXPIRED
-                self.groups_continued += status is Status.ABORTED
-                group: list[RolloutState] = found[0]
-                return group
-        prompt = sample_prompt(self._rng)
-        group_id = self._drawn
-        self._drawn += 1
-        return [
-            RolloutState(
-                rollout_id=group_id * self._group_size + i,
-                group_id=group_id,
-                task_name=task_name,
-                prompt_ids=prompt,
-                prompt_model_step=self._engine.model_step,
-            )
-            for i in range(self._group_size)
-        ]
+        """A group to continue, to generate anew, or of a new prompt; counted by the status it has."""
+        group: list[RolloutState] = await super().sample(task_name, statuses)
+        self.drawn[group_status(group)] += 1
+        return group
