@@ -300,15 +300,15 @@ class ReplayBuffer:
             For a group that is not handed out; then none of them is settled.
         """
         checked_outcome(outcome, OUTCOMES)
-        groups = [list(group) for group in groups]
+        given = [list(group) for group in groups]
         with self._lock:
-            names = [self._store.task_handed_out(group) for group in groups]
-        arriving = [read_group(group, name) for group, name in zip(groups, names, strict=True)]
+            names = [self._store.task_handed_out(group) for group in given]
+        arriving = [read_group(group, name) for group, name in zip(given, names, strict=True)]
         known = {(read.task_name, read.group_id) for read in arriving}
         if len(known) < len(arriving):
             raise ValueError("a group is given twice; it can be settled once")
         with self._lock:
-            for group in groups:
+            for group in given:
                 self._store.task_handed_out(group)
             for read in arriving:
                 self._store.settle(read, outcome)
