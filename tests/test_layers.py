@@ -15,7 +15,7 @@ CORE = ROOT / "csrc"
 LAYERS = (
     ("_core", "_objects", "_reference"),
     ("arguments", "group", "policy", "staleness", "state"),
-    ("batch", "blocking", "buffer", "checkpoint", "ledger", "metrics", "readiness", "saving", "store"),
+    ("batch", "blocking", "buffer", "checkpoint", "ledger", "metrics", "payload", "readiness", "saving", "store"),
     ("producer", "client", "manager"),
     ("cli", "demo", "__main__"),
     ("integrations",),
