@@ -48,7 +48,7 @@ def examples(module: ModuleType) -> list[doctest.DocTest]:
 
     doctest itself passes over objects whose ``__module__`` is the public `pystale` but which a private module defines.
     """
-    known = {name: getattr(pystale, name) for name in PUBLIC} | {"np": np, "pystale": pystale} | vars(module)
+    known = vars(pystale) | {"np": np, "pystale": pystale} | vars(module)
     objects = {module.__name__: module}
     for name, value in vars(module).items():
         own = getattr(value, "__module__", None) == module.__name__
