@@ -32,7 +32,7 @@ void Runs::append(std::int64_t step, std::size_t count) {
     if (count == 0) return;
     const std::size_t before = size();
     if (count > static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max()) - before) {
-        throw std::length_error("model steps of more than 2**63 - 1 tokens");
+        throw std::invalid_argument("model steps of more than 2**63 - 1 tokens");
     }
     const auto end = static_cast<std::int64_t>(before + count);
     if (!runs_.empty() && runs_.back().step == step) {

@@ -33,7 +33,7 @@ class Runs {
     [[nodiscard]] std::span<const Run> runs() const noexcept { return runs_; }
     [[nodiscard]] std::size_t capacity() const noexcept { return runs_.capacity(); }
 
-    // Adds `count` tokens of `step` at the end. Throws std::length_error past 2**63 - 1 tokens.
+    // Adds `count` tokens of `step` at the end. Throws std::invalid_argument past 2**63 - 1 tokens.
     void append(std::int64_t step, std::size_t count);
     // Adds all tokens of `other`, which may be this object. Nothing changes when it throws.
     void append(const Runs& other);

@@ -194,7 +194,7 @@ cdef class ModelSteps:
             return self.runs_ == (<ModelSteps> other).runs_
         if not isinstance(other, (list, tuple, np.ndarray)):
             return NotImplemented
-        if len(other) != len(self):
+        if (other.size if isinstance(other, np.ndarray) else len(other)) != len(self):
             return False
         try:
             encoded = ModelSteps.from_list(other)

@@ -3,17 +3,15 @@
 `summarise` and `trainable_mask` are for the buffer; everything else is public under `pystale`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
 
-_Integers: TypeAlias = npt.NDArray[np.integer[Any]]
-_Steps: TypeAlias = _Integers | list[int] | tuple[int, ...] | ModelSteps
-_Mask: TypeAlias = (
-    npt.NDArray[np.integer[Any] | np.bool_] | list[int] | list[bool] | tuple[int, ...] | tuple[bool, ...] | ModelSteps
-)
+# Of the sequences, lists and tuples are read; another kind is a TypeError at run time.
+_Steps: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps
+_Mask: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps
 
 # Calls over at least this many tokens, all in arrays, let the GIL go.
 GIL_RELEASE_TOKENS: int
