@@ -64,12 +64,12 @@ def scan(groups: list[Row], train_step: int) -> Due:
 class TestNothingDue:
     """Flat in the number of groups."""
 
-    def test_index(self, benchmark: BenchmarkFixture, n: int) -> None:
+    def test_after(self, benchmark: BenchmarkFixture, n: int) -> None:
         benchmark.group = f"due: nothing of {n:,}"
         index = index_of(n)
         assert benchmark.pedantic(index.due, (STALE, ALL), rounds=50, iterations=1_000, warmup_rounds=1) == []
 
-    def test_scan(self, benchmark: BenchmarkFixture, n: int) -> None:
+    def test_before_scan(self, benchmark: BenchmarkFixture, n: int) -> None:
         benchmark.group = f"due: nothing of {n:,}"
         assert benchmark.pedantic(scan, (list_of(n), STALE), rounds=3) == []
 
@@ -78,13 +78,13 @@ class TestNothingDue:
 class TestSomeDue:
     """Linear in what is due."""
 
-    def test_index(self, benchmark: BenchmarkFixture, k: int) -> None:
+    def test_after(self, benchmark: BenchmarkFixture, k: int) -> None:
         benchmark.group = f"due: {k:,} of 100,000"
         index = index_of(100_000)
         due = benchmark(index.due, STALE + k // PER_STEP, ALL)
         assert due == [(i, [*range(MEMBERS)]) for i in range(k)]
 
-    def test_scan(self, benchmark: BenchmarkFixture, k: int) -> None:
+    def test_before_scan(self, benchmark: BenchmarkFixture, k: int) -> None:
         benchmark.group = f"due: {k:,} of 100,000"
         due = benchmark.pedantic(scan, (list_of(100_000), STALE + k // PER_STEP), rounds=3)
         assert due == [(i, [*range(MEMBERS)]) for i in range(k)]
@@ -97,7 +97,7 @@ class TestInsert:
     n = 100_000
     added = rows(n, n + 1_000)
 
-    def test_index(self, benchmark: BenchmarkFixture) -> None:
+    def test_after(self, benchmark: BenchmarkFixture) -> None:
         benchmark.group = self.group
         index = index_of(self.n)
         ids: list[int] = []
@@ -115,7 +115,7 @@ class TestInsert:
         assert index.deadline(ids[-1]) == 1 + self.added[-1][0] + STALE
         empty_again()
 
-    def test_sorted_list_and_dict(self, benchmark: BenchmarkFixture) -> None:
+    def test_before_sorted_list_and_dict(self, benchmark: BenchmarkFixture) -> None:
         benchmark.group = self.group
         order = rows(0, self.n)
         by_deadline: dict[int, list[int]] = {}
@@ -138,7 +138,7 @@ class TestInsert:
 class TestTake:
     """The 64 stalest groups, which then come back for the next round."""
 
-    def test_index(self, benchmark: BenchmarkFixture, n: int) -> None:
+    def test_after(self, benchmark: BenchmarkFixture, n: int) -> None:
         benchmark.group = f"take: 64 of {n:,}"
         index = StalenessIndex()
         index.add_task(STALE, None)
@@ -156,7 +156,7 @@ class TestTake:
         assert len(index) == n - 64
         assert index.arrival(index.first(0, COMPLETED, 1)[0]) == 64
 
-    def test_scan(self, benchmark: BenchmarkFixture, n: int) -> None:
+    def test_before_scan(self, benchmark: BenchmarkFixture, n: int) -> None:
         benchmark.group = f"take: 64 of {n:,}"
         groups = {row[1]: row for row in rows(0, n)}
         taken: list[Row] = []

@@ -102,7 +102,8 @@ def before_and_after(run: dict[str, Any]) -> tuple[str, bool]:
             sides = found.setdefault(comparison, {"before": [], "after": []})
             sides[role].append((f"{role} {detail}".strip(), benchmark["stats"]["median"]))
         else:
-            alone.append(f"{benchmark['fullname']}: {duration(benchmark['stats']['median'])}")
+            notes = [f"{name}: {value}" for name, value in (benchmark.get("extra_info") or {}).items()]
+            alone.append("; ".join([f"{benchmark['fullname']}: {duration(benchmark['stats']['median'])}", *notes]))
     rows = []
     for comparison, sides in found.items():
         if not sides["before"] or not sides["after"]:
@@ -113,7 +114,7 @@ def before_and_after(run: dict[str, Any]) -> tuple[str, bool]:
                 rows.append([f"{comparison} ({label})" if label else comparison])
                 rows[-1] += [duration(old), duration(new), times(old / new)]
     text = table(["what", "before", "after", "times faster"], rows) + f"\n\nMedians; {machine(run)}."
-    return text + listing("Nothing to compare with", alone), True
+    return text + listing("Measured without a counterpart", alone), True
 
 
 def old_and_new(old: dict[str, Any], new: dict[str, Any], limit: float) -> tuple[str, bool]:

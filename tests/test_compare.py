@@ -77,7 +77,7 @@ def test_one_run_shows_after_against_before_by_group(write):
     assert "| mask, 32k tokens (before numpy) | 30 us | 10 us | 3x |" in out
     assert "| mask, 32k tokens (before reference) | 6 ms | 10 us | 600x |" in out
     assert "Medians; X 1, kernels at avx2." in out
-    assert "Nothing to compare with" not in out
+    assert "Measured without a counterpart" not in out
 
 
 def test_before_and_after_may_be_parameters(write):
@@ -88,9 +88,17 @@ def test_before_and_after_may_be_parameters(write):
     assert out.count("4x") == 2
 
 
+def test_what_a_benchmark_notes_beside_its_time_is_shown(write):
+    path = write("a", {"test_wakes": 0.02})
+    run = json.loads(path.read_text())
+    run["benchmarks"][0]["extra_info"] = {"median of one wake-up in us": 81.5}
+    path.write_text(json.dumps(run))
+    assert "- benchmarks/bench_a.py::test_wakes: 20 ms; median of one wake-up in us: 81.5" in compare(path)[1]
+
+
 def test_what_has_no_counterpart_is_listed(write):
     out = compare(write("a", {"test_lonely_after": 1e-3, "test_flat": 1e-9, "test_hereafter": 2.0}, group="g"))[1]
-    assert "Nothing to compare with" in out
+    assert "Measured without a counterpart" in out
     assert "- g, after: 1 ms" in out
     assert "- benchmarks/bench_a.py::test_flat: 1 ns" in out
     assert "- benchmarks/bench_a.py::test_hereafter: 2 s" in out

@@ -15,8 +15,20 @@ CORE = ROOT / "csrc"
 LAYERS = (
     ("_core", "_objects", "_reference"),
     ("arguments", "group", "policy", "staleness", "state"),
-    ("batch", "blocking", "buffer", "checkpoint", "ledger", "metrics", "payload", "readiness", "saving", "store"),
-    ("producer", "client", "manager"),
+    (
+        "batch",
+        "blocking",
+        "buffer",
+        "checkpoint",
+        "columns",
+        "ledger",
+        "metrics",
+        "payload",
+        "readiness",
+        "saving",
+        "store",
+    ),
+    ("client", "manager", "pending", "producer", "production", "rollout", "sampler"),
     ("cli", "demo", "__main__"),
     ("integrations",),
 )
