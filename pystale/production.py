@@ -204,16 +204,18 @@ class Round:
         task_name = self.report.task_name
         for pools in (self.pools, (Status.EXPIRED, Status.ABORTED)):
             try:
-                return await resolved(self.sampler.sample(task_name, pools))
+                group = await resolved(self.sampler.sample(task_name, pools))
             except PromptsExhausted:
                 # Without new prompts the EXPIRED pool may never grow to its trigger: then it is not waited for.
                 if Status.EXPIRED in pools or not await self.buffer.count(task_name, Status.EXPIRED):
                     return None
+                continue
+            if isinstance(group, (str, bytes)) or not isinstance(group, Sequence) or not group:
+                raise TypeError(f"the sampler gave {group!r}; sample returns a sequence of at least one state")
+            return group
         return None
 
     def start(self, group: Sequence[Any]) -> None:
-        if not isinstance(group, Sequence) or not group:
-            raise TypeError(f"the sampler gave {group!r}; sample returns a sequence of at least one state")
         for state in group:
             if getattr(state, "prompt_model_step", self) is None:
                 state.prompt_model_step = self.report.model_step

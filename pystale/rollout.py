@@ -111,11 +111,12 @@ class Rollout:
                         return  # cut off by the pause, most likely; tried again in a later round
                     last = self.attempts > max_retries
                     logger.warning(
-                        "generate_group raised in try %d of %d%s",
+                        "generate_group raised in try %d of %d, %s: %s",
                         self.attempts,
                         max_retries + 1,
-                        "; the group is FAILED" if last else "",
-                        exc_info=True,
+                        "the group is FAILED" if last else "trying again",
+                        self.error,
+                        exc_info=last,
                     )
                     if last:
                         self.fail(self.error)
