@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pystale import AsyncProduceStrategyConfig, ReplayBuffer
-from pystale.producer import AsyncProduceStrategy
+from pystale import ReplayBuffer
+from pystale.producer import AsyncProduceStrategy, AsyncProduceStrategyConfig
 
 __all__ = ["BATCH_GROUPS", "TASK", "Settings"]
 
