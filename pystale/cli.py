@@ -18,7 +18,7 @@ app = typer.Typer(
 def run(arguments: Sequence[str]) -> int:
     """Run a command line, and return its exit code; a mistake in it is one line on stderr, and 2."""
     # The base of every complaint about arguments; it is Click's or Typer's own, depending on the version of Typer.
-    usage_error: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
+    usage_error: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
     try:
         result = app(list(arguments), prog_name="pystale", standalone_mode=False)
     except usage_error as error:

@@ -22,7 +22,7 @@ from pystale.producer import AsyncProduceStrategy
 
 __all__ = ["Display", "run", "train"]
 
-PRETRAINING_STEPS, PRETRAINING_STRIDE = 300, 20
+BASE_STRIDE = 20
 HEARTBEAT_S = 0.005
 
 
@@ -63,10 +63,10 @@ async def train(strategy: AsyncProduceStrategy, buffer: ReplayBuffer, record: Re
     base_rng, engine_rng, prompt_rng = map(np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(3))
     async with Heartbeat(record):
         base = BaseModel(base_rng)
-        for done in range(0, PRETRAINING_STEPS, PRETRAINING_STRIDE):
-            record.pretrained = done / PRETRAINING_STEPS
+        for done in range(0, settings.base_steps, BASE_STRIDE):
+            record.pretrained = done / settings.base_steps
             display.update(record)
-            await asyncio.to_thread(base.train, PRETRAINING_STRIDE)
+            await asyncio.to_thread(base.train, min(BASE_STRIDE, settings.base_steps - done))
         trainer = Trainer(base.parameters)
         sampler = CountingSampler(buffer, settings.group_size, prompt_rng)
         try:
