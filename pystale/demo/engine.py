@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pystale import ModelSteps
-from pystale.demo.policy import FEATURES, WINDOW, Floats, Policy
-from pystale.demo.task import END, MAX_TOKENS, PAD, PROMPT_TOKENS
+from pystale.demo.policy import Floats, Policy, first_context, next_context
+from pystale.demo.task import END, MAX_TOKENS
 
 __all__ = ["Engine", "Generation", "Request"]
 
@@ -37,6 +37,7 @@ class Request:
 
     done: "asyncio.Future[Generation]"
     row: int
+    context: int  # what the policy sees when it comes in
     first: int  # length of the response when the request came in
     limit: int  # length at which it is cut
 
@@ -65,15 +66,16 @@ class Engine:
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._free: list[int] = []
-        # One row per response: prompt, a window of padding, then the tokens.
-        self._sequence = np.empty((0, FEATURES + MAX_TOKENS), dtype=np.uint8)
+        # One row per response, one column per token.
+        self._tokens = np.empty((0, MAX_TOKENS), dtype=np.uint8)
         self._logprobs = np.empty((0, MAX_TOKENS), dtype=np.float32)
         self._steps = np.empty((0, MAX_TOKENS), dtype=np.int64)
-        # Requests being decoded, in the order they came; for each its row, the length of its response, and the length
-        # at which it is cut. Requests that came since the last decode step wait in `_joining`.
+        # Requests being decoded, in the order they came; for each its row, what the policy sees next, the length of its
+        # response, and the length at which it is cut. Requests that came since the last decode step wait in `_joining`.
         self._running: list[Request] = []
         self._joining: list[Request] = []
         self._rows = np.empty(0, dtype=np.intp)
+        self._contexts = np.empty(0, dtype=np.int64)
         self._lengths = np.empty(0, dtype=np.intp)
         self._limits = np.empty(0, dtype=np.intp)
 
@@ -118,14 +120,11 @@ class Engine:
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         if self._paused:
             done.set_result(Generation(np.empty(0, np.uint8), np.empty(0, np.float32), ModelSteps(), "abort"))
-            return Request(done, -1, first, first)
+            return Request(done, -1, 0, first, first)
         if not self._free:
             self._grow()
-        request = Request(done, self._free.pop(), first, first + max_new_tokens)
-        sequence = self._sequence[request.row]
-        sequence[:PROMPT_TOKENS] = prompt_ids
-        sequence[PROMPT_TOKENS:FEATURES] = PAD
-        sequence[FEATURES : FEATURES + first] = response_ids
+        context = first_context(prompt_ids, response_ids)
+        request = Request(done, self._free.pop(), context, first, first + max_new_tokens)
         self._joining.append(request)
         self._work.set()
         return request
@@ -134,7 +133,7 @@ class Engine:
         """End these requests now, each with the tokens it has; those that are done already stay as they are."""
         self._join()
         aborted = set(requests)
-        self._finish(np.array([request in aborted for request in self._running], dtype=bool), "abort")
+        self._finish(np.array([request in aborted for request in self._running], dtype=bool))
 
     def pause(self) -> None:
         """Abort whatever runs, and whatever comes until :meth:`resume`."""
@@ -160,63 +159,59 @@ class Engine:
         """One token for every running request."""
         rows, lengths = self._rows, self._lengths
         model_step = self.model_step
-        features = np.empty((len(rows), FEATURES), dtype=np.uint8)
-        features[:, :PROMPT_TOKENS] = self._sequence[rows, :PROMPT_TOKENS]
-        features[:, PROMPT_TOKENS:] = self._sequence[rows[:, None], lengths[:, None] + _WINDOW_COLUMNS]
-        log_probs = self._policy.log_probs(features)
+        # Members of a group often write the same text: one forward pass for all that are in the same context.
+        distinct, which = np.unique(self._contexts, return_inverse=True)
+        log_probs = self._policy.forward(distinct).log_probs
         cumulative = np.exp(log_probs).cumsum(axis=1)
-        draws = self._rng.random((len(rows), 1), dtype=np.float32) * cumulative[:, -1:]
-        cumulative[:, -1] = np.inf  # a float32 product can round up to the whole sum, which would be past the last token
-        tokens = (cumulative > draws).argmax(axis=1)
-        self._sequence[rows, FEATURES + lengths] = tokens
-        self._logprobs[rows, lengths] = log_probs[np.arange(len(rows)), tokens]
+        draws = self._rng.random((len(rows), 1), dtype=np.float32) * cumulative[which, -1:]
+        cumulative[:, -1] = np.inf  # a float32 product may round up to the whole sum, which is past the last token
+        tokens = (cumulative[which] > draws).argmax(axis=1)
+        self._tokens[rows, lengths] = tokens
+        self._logprobs[rows, lengths] = log_probs[which, tokens]
         self._steps[rows, lengths] = model_step
+        self._contexts = next_context(self._contexts, tokens)
         lengths += 1
         self.generated_tokens += len(rows)
-        ended = tokens == END
-        self._finish(ended, "stop")
-        if len(self._rows) and (full := self._lengths >= self._limits).any():
-            self._finish(full, "length")
+        finished = tokens == END
+        finished |= lengths >= self._limits
+        if finished.any():
+            self._finish(finished)
 
     def _join(self) -> None:
         """Start to decode the requests that came in."""
         if self._joining:
             self._running += self._joining
             self._rows = np.concatenate([self._rows, [request.row for request in self._joining]])
+            self._contexts = np.concatenate([self._contexts, [request.context for request in self._joining]])
             self._lengths = np.concatenate([self._lengths, [request.first for request in self._joining]])
             self._limits = np.concatenate([self._limits, [request.limit for request in self._joining]])
             self._joining = []
 
-    def _finish(self, finished: npt.NDArray[np.bool_], reason: str) -> None:
+    def _finish(self, finished: npt.NDArray[np.bool_]) -> None:
         """Answer the running requests that `finished` marks, and free their rows."""
-        marked = np.flatnonzero(finished)
-        if not len(marked):
-            return
-        for i in marked:
-            request = self._running[i]
-            new = slice(request.first, int(self._lengths[i]))
+        for i in finished.nonzero()[0]:
+            request, length = self._running[i], int(self._lengths[i])
             self._free.append(request.row)
-            if not request.done.done():  # a cancelled one has nobody waiting
-                request.done.set_result(
-                    Generation(
-                        self._sequence[request.row, FEATURES:][new].copy(),
-                        self._logprobs[request.row, new].copy(),
-                        ModelSteps.from_list(self._steps[request.row, new]),
-                        reason,
-                    )
-                )
+            if request.done.done():  # cancelled: nobody waits for it
+                continue
+            tokens = self._tokens[request.row, request.first : length].copy()
+            if len(tokens) and tokens[-1] == END:
+                reason = "stop"
+            else:
+                reason = "length" if length >= request.limit else "abort"
+            steps = ModelSteps.from_list(self._steps[request.row, request.first : length])
+            logprobs = self._logprobs[request.row, request.first : length].copy()
+            request.done.set_result(Generation(tokens, logprobs, steps, reason))
         kept = ~finished
-        self._running = [request for request, keep in zip(self._running, kept, strict=True) if keep]
-        self._rows, self._lengths, self._limits = self._rows[kept], self._lengths[kept], self._limits[kept]
+        self._running = [request for request, keep in zip(self._running, kept.tolist(), strict=True) if keep]
+        self._rows, self._contexts = self._rows[kept], self._contexts[kept]
+        self._lengths, self._limits = self._lengths[kept], self._limits[kept]
 
     def _grow(self) -> None:
         """Double the number of rows."""
-        old = len(self._sequence)
+        old = len(self._tokens)
         more = max(64, old)
-        self._sequence = np.concatenate([self._sequence, np.empty((more, FEATURES + MAX_TOKENS), dtype=np.uint8)])
-        self._logprobs = np.concatenate([self._logprobs, np.empty((more, MAX_TOKENS), dtype=np.float32)])
-        self._steps = np.concatenate([self._steps, np.empty((more, MAX_TOKENS), dtype=np.int64)])
+        self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens, shape=(more, MAX_TOKENS))])
+        self._logprobs = np.concatenate([self._logprobs, np.empty_like(self._logprobs, shape=(more, MAX_TOKENS))])
+        self._steps = np.concatenate([self._steps, np.empty_like(self._steps, shape=(more, MAX_TOKENS))])
         self._free += range(old + more - 1, old - 1, -1)
-
-
-_WINDOW_COLUMNS = PROMPT_TOKENS + np.arange(WINDOW)

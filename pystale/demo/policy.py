@@ -2,8 +2,11 @@
 
 It sees the prompt and the last six response tokens, one-hot, through two hidden layers of ReLUs. What it remembers of
 a response is the tokens themselves, so a response continues under new weights without any cache to rebuild.
+
+What it sees, ten symbols, is written as one number, the *context*: ten digits to the base of 13, the prompt first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +15,17 @@ import numpy.typing as npt
 
 from pystale.demo.task import OUTPUTS, PAD, PROMPT_TOKENS, SYMBOLS
 
-__all__ = ["FEATURES", "WINDOW", "Policy", "distinct", "response_features"]
+__all__ = ["Activations", "Contexts", "Floats", "Policy", "contexts", "first_context", "next_context"]
 
 Floats = npt.NDArray[np.floating[Any]]
-Features = npt.NDArray[np.uint8]
+Contexts = npt.NDArray[np.int64]
 
 WINDOW = 6
-FEATURES = PROMPT_TOKENS + WINDOW
+SEEN = PROMPT_TOKENS + WINDOW
 HIDDEN = 128
 
 _SHAPES = {
-    "embedding": (FEATURES * SYMBOLS, HIDDEN),
+    "embedding": (SEEN * SYMBOLS, HIDDEN),
     "bias1": (HIDDEN,),
     "weight2": (HIDDEN, HIDDEN),
     "bias2": (HIDDEN,),
@@ -30,36 +33,51 @@ _SHAPES = {
     "bias3": (OUTPUTS,),
 }
 SIZE = sum(int(np.prod(shape)) for shape in _SHAPES.values())
+_PLACES = SYMBOLS ** np.arange(SEEN - 1, -1, -1, dtype=np.int64)
+_PAIR_PLACES = _PLACES[1::2]
+_WINDOWS = SYMBOLS**WINDOW
 
 
-def response_features(prompt_ids: Any, response_ids: Any) -> Features:
-    """What the policy saw before each token of a response: prompt and window, uint8[tokens, 10]."""
-    tokens = np.asarray(response_ids, dtype=np.uint8)
-    padded = np.concatenate([np.full(WINDOW, PAD, dtype=np.uint8), tokens])
-    features = np.empty((len(tokens), FEATURES), dtype=np.uint8)
-    features[:, :PROMPT_TOKENS] = prompt_ids
-    features[:, PROMPT_TOKENS:] = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[: len(tokens)]
-    return features
+def first_context(prompt_ids: Any, response_ids: Any) -> int:
+    """What the policy sees next, after a prompt and a response so far."""
+    window = [PAD] * WINDOW + [int(token) for token in response_ids[-WINDOW:]]
+    context = 0
+    for symbol in (*prompt_ids, *window[-WINDOW:]):
+        context = context * SYMBOLS + int(symbol)
+    return context
 
 
-def distinct(features: Features) -> tuple[Features, npt.NDArray[np.intp]]:
-    """Rows of `features` without repetition, and for each row of `features` which of them it is.
+def contexts(prompts: Any, tokens: npt.NDArray[np.uint8], lengths: Sequence[int] | npt.NDArray[np.intp]) -> Contexts:
+    """What the policy saw before each token of r responses that are laid end to end.
 
-    The members of a group write much the same text, and the policy needs one forward pass for all rows that are alike.
+    Parameters
+    ----------
+    prompts : int[r, 4]
+    tokens : uint8[n]
+    lengths : int[r]
+        Tokens of each response; their sum is n.
     """
-    _, first, inverse = np.unique(features @ _PLACES, return_index=True, return_inverse=True)
-    return features[first], inverse
+    ends = np.cumsum(lengths)
+    position = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
+    seen: Contexts = np.repeat(np.asarray(prompts, dtype=np.int64) @ _PLACES[:PROMPT_TOKENS], lengths)
+    for back in range(1, WINDOW + 1):
+        earlier = np.where(position >= back, np.roll(tokens, back), PAD)
+        seen += earlier * _PLACES[-back]
+    return seen
 
 
-# Reads a row of features as one number.
-_PLACES = SYMBOLS ** np.arange(FEATURES, dtype=np.int64)
+def next_context(context: Contexts, token: npt.NDArray[np.integer[Any]]) -> Contexts:
+    """What the policy sees after one more token."""
+    window = context % _WINDOWS
+    following: Contexts = context - window + (window * SYMBOLS + token) % _WINDOWS
+    return following
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a forward pass leaves for the backward pass; arrays of n rows."""
+    """What a forward pass leaves for the backward pass; n rows each."""
 
-    features: Features
+    contexts: Contexts
     hidden1: Floats
     hidden2: Floats
     log_probs: Floats
@@ -75,9 +93,9 @@ class Policy:
     """
 
     def __init__(self, parameters: Floats) -> None:
-        self.parameters = parameters.copy()
+        self.parameters: Floats = parameters.copy()
         self._views = _split(self.parameters)
-        self._pairs = np.empty((FEATURES // 2, SYMBOLS * SYMBOLS, HIDDEN), dtype=parameters.dtype)
+        self._pairs = np.empty((SEEN // 2, SYMBOLS * SYMBOLS, HIDDEN), dtype=parameters.dtype)
         # A row of zeros, not 0: NumPy's maximum has no vector loop for a scalar, which is five times slower.
         self._zeros = np.zeros(HIDDEN, dtype=parameters.dtype)
         self.load(parameters)
@@ -87,7 +105,7 @@ class Policy:
         """He-initialised hidden layers, and a last layer small enough that every token starts about equally likely."""
         parameters = np.zeros(SIZE, dtype=dtype)
         views = _split(parameters)
-        for name, inputs, gain in (("embedding", FEATURES, 2.0), ("weight2", HIDDEN, 2.0), ("weight3", HIDDEN, 0.01)):
+        for name, inputs, gain in (("embedding", SEEN, 2.0), ("weight2", HIDDEN, 2.0), ("weight3", HIDDEN, 0.01)):
             views[name][...] = rng.standard_normal(views[name].shape) * np.sqrt(gain / inputs)
         return cls(parameters)
 
@@ -96,20 +114,20 @@ class Policy:
         self.parameters[...] = parameters
         # The first layer sums one embedding row per input token. Summing rows of two neighbours beforehand, one row per
         # pair of symbols, leaves five gathers: a sixth of the time of a product with one-hot rows.
-        embedding = self._views["embedding"].reshape(FEATURES // 2, 2, SYMBOLS, HIDDEN)
+        embedding = self._views["embedding"].reshape(SEEN // 2, 2, SYMBOLS, HIDDEN)
         np.add(
             embedding[:, 0, :, None, :],
             embedding[:, 1, None, :, :],
-            out=self._pairs.reshape(FEATURES // 2, SYMBOLS, SYMBOLS, HIDDEN),
+            out=self._pairs.reshape(SEEN // 2, SYMBOLS, SYMBOLS, HIDDEN),
         )
         self._pairs[0] += self._views["bias1"]
 
-    def forward(self, features: Features) -> Activations:
-        """Log-probabilities of the 12 possible next tokens, float[n, 12], for n rows of prompt and window."""
+    def forward(self, context: Contexts) -> Activations:
+        """Log-probabilities of the 12 possible next tokens, float[n, 12], in n contexts."""
         views = self._views
-        pair = features[:, 0::2].astype(np.intp) * SYMBOLS + features[:, 1::2]
+        pair = context[:, None] // _PAIR_PLACES % (SYMBOLS * SYMBOLS)
         hidden1 = self._pairs[0].take(pair[:, 0], axis=0)
-        for position in range(1, FEATURES // 2):
+        for position in range(1, SEEN // 2):
             hidden1 += self._pairs[position].take(pair[:, position], axis=0)
         np.maximum(hidden1, self._zeros, out=hidden1)
         hidden2 = hidden1 @ views["weight2"]
@@ -119,12 +137,7 @@ class Policy:
         log_probs += views["bias3"]
         log_probs -= log_probs.max(axis=1, keepdims=True)
         log_probs -= np.log(np.exp(log_probs).sum(axis=1, keepdims=True))
-        return Activations(features, hidden1, hidden2, log_probs)
-
-    def log_probs(self, features: Features) -> Floats:
-        """The log-probabilities of :meth:`forward`, computed once for rows that are alike."""
-        rows, inverse = distinct(features)
-        return self.forward(rows).log_probs[inverse]
+        return Activations(context, hidden1, hidden2, log_probs)
 
     def backward(self, activations: Activations, logit_gradient: Floats) -> Floats:
         """Gradient of the weights, float[34828], from that of the logits, float[n, 12]."""
@@ -139,7 +152,7 @@ class Policy:
         np.sum(hidden, axis=0, out=out["bias2"])
         hidden = hidden @ views["weight2"].T
         hidden *= activations.hidden1 > 0
-        np.matmul(_one_hot(activations.features, hidden.dtype).T, hidden, out=out["embedding"])
+        np.matmul(_one_hot(activations.contexts, hidden.dtype).T, hidden, out=out["embedding"])
         np.sum(hidden, axis=0, out=out["bias1"])
         return gradient
 
@@ -154,7 +167,8 @@ def _split(parameters: Floats) -> dict[str, Floats]:
     return views
 
 
-def _one_hot(features: Features, dtype: Any) -> Floats:
-    rows = np.zeros((len(features), FEATURES * SYMBOLS), dtype=dtype)
-    rows[np.arange(len(features))[:, None], features + np.arange(FEATURES) * SYMBOLS] = 1
+def _one_hot(context: Contexts, dtype: Any) -> Floats:
+    rows: Floats = np.zeros((len(context), SEEN * SYMBOLS), dtype=dtype)
+    symbols = context[:, None] // _PLACES % SYMBOLS
+    rows[np.arange(len(context))[:, None], symbols + np.arange(SEEN) * SYMBOLS] = 1
     return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from pystale import RolloutState
 from pystale.demo.settings import Settings
-from pystale.demo.task import text
+from pystale.demo.task import MAX_TOKENS, text
 
 __all__ = ["Record", "Response", "Stretch"]
 
@@ -105,7 +105,7 @@ class Record:
             self.staleness[member.seq_staleness] += 1
             self.versions[versions] += 1
             # Worth showing: several versions, a masked part, long, right, and late in the run.
-            worth = min(versions, 4) + (not mask.all()) + len(ids) / 256 + 2 * float(member.reward)
+            worth = min(versions, 4) + (not mask.all()) + len(ids) / MAX_TOKENS + 2 * float(member.reward)
             if versions > 1 and worth >= self._best:
                 self._best, self.sample = worth, Response.of(member, train_step)
 
@@ -113,6 +113,5 @@ class Record:
 def _per_token(state: RolloutState) -> tuple[Any, Any, Any]:
     """Ids, mask and steps of a response."""
     ids: Any = state.response_ids
-    return ids, np.ones(len(ids)) if state.response_mask is None else np.asarray(state.response_mask) != 0, (
-        state.response_model_steps
-    )
+    mask: Any = np.ones(len(ids)) if state.response_mask is None else state.response_mask
+    return ids, np.asarray(mask) != 0, state.response_model_steps

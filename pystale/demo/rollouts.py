@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pystale import ModelSteps, ReplayBuffer, RolloutState, Status, group_status
+from pystale import ModelSteps, ReplayBuffer, RolloutState, Status
 from pystale.demo.engine import Engine, Generation, Request
 from pystale.demo.task import MAX_TOKENS, reward, sample_prompt, text
 from pystale.sampler import PromptSampler
@@ -60,8 +60,8 @@ class CountingAgentLoop:
 
 def _extend(member: RolloutState, new: Generation) -> None:
     """Append what a request brought; a finished response gets its reward."""
-    member.response_ids = np.concatenate([member.response_ids, new.token_ids], dtype=np.uint8)
-    member.logprobs = np.concatenate([member.logprobs, new.logprobs], dtype=np.float32)
+    member.response_ids = np.concatenate([member.response_ids, new.token_ids])
+    member.logprobs = np.concatenate([member.logprobs, new.logprobs])
     steps = ModelSteps.from_list(member.response_model_steps)
     for step, count in new.model_steps.runs():
         steps.append(step, count)
@@ -74,14 +74,18 @@ def _extend(member: RolloutState, new: Generation) -> None:
 
 
 class CountingSampler(PromptSampler):
-    """A :class:`~pystale.PromptSampler` that counts what it hands out."""
+    """A :class:`~pystale.PromptSampler` that counts its groups by the pool they come from (INIT: a new prompt)."""
 
     def __init__(self, buffer: ReplayBuffer, group_size: int, rng: np.random.Generator) -> None:
         super().__init__((sample_prompt(rng) for _ in itertools.count()), buffer, group_size)
         self.drawn: Counter[Status] = Counter()
 
     async def sample(self, task_name: str, statuses: Sequence[Status]) -> list[RolloutState]:
-        """A group to continue, to generate anew, or of a new prompt; counted by the status it has."""
-        group: list[RolloutState] = await super().sample(task_name, statuses)
-        self.drawn[group_status(group)] += 1
-        return group
+        """A group of the first of these pools that has one, to be continued or generated anew; else of a new prompt."""
+        for status in statuses:
+            groups = await self.buffer.get(1, task_name, status)
+            if groups:
+                self.drawn[status] += 1
+                return groups[0]
+        self.drawn[Status.INIT] += 1
+        return await super().sample(task_name, ())

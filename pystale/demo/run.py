@@ -12,16 +12,17 @@ from typing import Protocol
 
 import numpy as np
 
-from pystale import Status
+from pystale import ReplayBuffer, Status
 from pystale.demo.engine import Engine
 from pystale.demo.grpo import BaseModel, Trainer
 from pystale.demo.record import Record
 from pystale.demo.rollouts import CountingAgentLoop, CountingSampler
 from pystale.demo.settings import BATCH_GROUPS, TASK, Settings
+from pystale.producer import AsyncProduceStrategy
 
 __all__ = ["Display", "run", "train"]
 
-PRETRAINING_STEPS, PRETRAINING_STRIDE = 200, 10
+BASE_STRIDE = 20
 HEARTBEAT_S = 0.005
 
 
@@ -56,16 +57,16 @@ class Heartbeat:
         await asyncio.wait([self._task])
 
 
-async def train(settings: Settings, record: Record, display: Display) -> None:
-    """Train for ``settings.steps`` steps; whatever ends it, `record` holds what was done."""
-    strategy, buffer = settings.build()
+async def train(strategy: AsyncProduceStrategy, buffer: ReplayBuffer, record: Record, display: Display) -> None:
+    """Train for ``record.settings.steps`` steps; whatever ends it, `record` holds what was done."""
+    settings = record.settings
     base_rng, engine_rng, prompt_rng = map(np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(3))
     async with Heartbeat(record):
         base = BaseModel(base_rng)
-        for done in range(0, PRETRAINING_STEPS, PRETRAINING_STRIDE):
-            record.pretrained = done / PRETRAINING_STEPS
+        for done in range(0, settings.base_steps, BASE_STRIDE):
+            record.pretrained = done / settings.base_steps
             display.update(record)
-            await asyncio.to_thread(base.train, PRETRAINING_STRIDE)
+            await asyncio.to_thread(base.train, min(BASE_STRIDE, settings.base_steps - done))
         trainer = Trainer(base.parameters)
         sampler = CountingSampler(buffer, settings.group_size, prompt_rng)
         try:
@@ -108,8 +109,15 @@ async def train(settings: Settings, record: Record, display: Display) -> None:
             record.ended = time.perf_counter()
 
 
-async def run(settings: Settings, display: Display) -> tuple[Record, bool]:
+async def run(
+    settings: Settings, strategy: AsyncProduceStrategy, buffer: ReplayBuffer, display: Display
+) -> tuple[Record, bool]:
     """Train until done or interrupted (SIGINT).
+
+    Parameters
+    ----------
+    strategy, buffer
+        What ``settings.build()`` gave.
 
     Returns
     -------
@@ -117,7 +125,7 @@ async def run(settings: Settings, display: Display) -> tuple[Record, bool]:
         What was done, and whether it was interrupted. A second SIGINT raises KeyboardInterrupt.
     """
     record = Record(settings)
-    training = asyncio.create_task(train(settings, record, display), name="train")
+    training = asyncio.create_task(train(strategy, buffer, record, display), name="train")
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:

@@ -1,10 +1,10 @@
 """The task: count from a to b in steps of one, then stop.
 
 The prompt is four digits, ``3841`` for "from 38 to 41"; the right answer is ``38 39 40 41.``. Right answers are 6 to
-252 tokens long, so that a weight sync lands in the middle of the long ones, and any answer can be checked.
+180 tokens long, so that a weight sync lands in the middle of the long ones, and any answer can be checked.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,16 @@ __all__ = [
 
 Tokens = npt.NDArray[np.uint8]
 
-CHARACTERS = "0123456789 .·"
 SPACE, END, PAD = 10, 11, 12  # the digits are their own tokens; PAD is only ever an input
 SYMBOLS = 13
 OUTPUTS = 12
 PROMPT_TOKENS = 4
-MAX_TOKENS = 256  # the longest right answer has 252
-LONGEST_COUNT = 84
+MAX_TOKENS = 192  # the longest right answer has 180
+LONGEST_COUNT = 60
+_CHARACTERS = b"0123456789 ._".ljust(256, b"?")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counted(first: int, last: int) -> Tokens:
     numbers = np.arange(first, last + 1)
     tokens = np.stack([numbers // 10, numbers % 10, np.full_like(numbers, SPACE)], axis=1).astype(np.uint8).ravel()
@@ -46,7 +46,7 @@ def _counted(first: int, last: int) -> Tokens:
 
 
 def sample_prompt(rng: np.random.Generator) -> Tokens:
-    """Draw a prompt: how far to count is log-uniform on 2 to 84 numbers, where to start is uniform.
+    """Draw a prompt: how far to count is log-uniform on 2 to 60 numbers, where to start is uniform.
 
     Returns
     -------
@@ -93,7 +93,7 @@ def reward(prompt_ids: Any, response_ids: Any) -> float:
     right = answer(prompt_ids)
     given = np.asarray(response_ids, dtype=np.uint8)
     shared = min(len(right), len(given))
-    wrong = np.flatnonzero(right[:shared] != given[:shared])
+    wrong = (right[:shared] != given[:shared]).nonzero()[0]
     prefix = int(wrong[0]) if len(wrong) else shared
     exact = prefix == len(right) == len(given)
     return 0.8 * prefix / max(len(right), len(given)) + 0.2 * exact
@@ -101,4 +101,4 @@ def reward(prompt_ids: Any, response_ids: Any) -> float:
 
 def text(tokens: Any) -> str:
     """Tokens as they read."""
-    return "".join(CHARACTERS[int(token)] for token in tokens)
+    return np.asarray(tokens, dtype=np.uint8).tobytes().translate(_CHARACTERS).decode("ascii")
