@@ -394,7 +394,7 @@ class ReplayBuffer:
 
     def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Released]:
         train_step = checked_int("train_step", train_step, at_least=1)
-        bits = AGEING_BITS if statuses is None else status_bits(AGEING & {as_status(s) for s in statuses})
+        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
         released: Released = []
         with self._lock:
             return self._store.refresh(train_step, bits, released), released

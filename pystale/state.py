@@ -212,10 +212,10 @@ def group_status(group: Iterable[Any]) -> Status:
     -----
     The order of precedence is XTuner's (``get_group_status``), except that unfinished (INIT) groups are not COMPLETED.
     """
-    statuses = {as_status(getattr(member, "status", member)) for member in group}
+    statuses = [as_status(getattr(member, "status", member)) for member in group]
     if not statuses:
         raise ValueError("the group is empty; a group has at least one member")
-    if statuses == {Status.COMPLETED}:
+    if statuses.count(Status.COMPLETED) == len(statuses):
         return Status.COMPLETED
     return next((status for status in _PRECEDENCE if status in statuses), Status.ARCHIVED)
 

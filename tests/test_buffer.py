@@ -361,8 +361,8 @@ def test_stamping_comes_first_and_a_refused_put_takes_it_back():
         (None, TypeError, "sequence of states"),
         ([object()], TypeError, "member 0 .* is no rollout state"),
         ([state([5]), 3], TypeError, "member 1 .* is no rollout state"),
-        ([state([5], group_id=1), state([5], group_id=2)], ValueError, "one group_id"),
-        ([state([5], group_id=1), state([5])], ValueError, "one group_id"),
+        ([state([5], group_id=1), state([5], group_id=2)], ValueError, "a group has one"),
+        ([state([5], group_id=1), state([5])], ValueError, "a group has one"),
         ([state([5])] * 2, ValueError, "same state object twice"),
     ],
 )
