@@ -404,8 +404,9 @@ class ReplayBuffer:
         with self._lock:
             self._store.settings(checked_task_name(task_name))
             records = self._store.hand_out(task_name, status, n)
-            for record in records:
-                self._store.lend(record)
+            tickets = [self._store.lend(record) for record in records]
+        for record, ticket in zip(records, tickets, strict=True):
+            ticket.remember(record.states)
         return [record.states for record in records]
 
     def _take_batch(self, sizes: Sizes, status: Any) -> TrainBatch:

@@ -86,9 +86,7 @@ def read_group(
         steps.append(stamped)
         members.append(member)
         statuses.append(status)
-    return Arriving(
-        task_name, group_id, states, steps, members, statuses, agentic, prompt_model_step, rerolls
-    )
+    return Arriving(task_name, group_id, states, steps, members, statuses, agentic, prompt_model_step, rerolls)
 
 
 def _which(position: int, state: Any) -> str:

@@ -18,6 +18,8 @@ from pystale.state import Status, as_status, discard, group_status, reset, write
 
 __all__ = ["Record", "Released", "Store", "Task"]
 
+# What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
+Taken = tuple[Any, int]
 Released = list[tuple[Any, dict[str, Any]]]
 
 # A pool's number in the index is the position of its status here.
@@ -82,13 +84,12 @@ class Ticket:
     def tokens(self) -> int:
         return sum(tokens for tokens, _ in self.held)
 
-
-class Taken(NamedTuple):
-    """A stored member about to be trained: the mask to write, None where it keeps its own, and the ones in it."""
-
-    state: Any
-    mask: Any
-    trained: int
+    def remember(self, states: Group) -> None:
+        """Copy the tokens that may be continued. As long as they are, and so not made under the buffer's mutex."""
+        self.held = [
+            (tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
+            for state, (tokens, _) in zip(states, self.held, strict=True)
+        ]
 
 
 class Store:
@@ -333,39 +334,38 @@ class Store:
         self.ledger.stored += record.tokens
         self.ledger.in_flight -= record.tokens
 
-    def lend(self, record: Record) -> None:
+    def lend(self, record: Record) -> Ticket:
         """Remember a record handed out for continuation, so that it is known when it comes back."""
         if record.status is Status.EXPIRED:
             record.rerolls += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
-        held = [
-            (member.tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
-            for state, member in zip(record.states, record.members, strict=True)
-        ]
-        self.tickets[record.task.name, record.group_id] = Ticket(
-            record.task, record.group_id, record.arrival, record.key, record.rerolls, held
-        )
+        held = [(member.tokens, None) for member in record.members]
+        ticket = Ticket(record.task, record.group_id, record.arrival, record.key, record.rerolls, held)
+        self.tickets[record.task.name, record.group_id] = ticket
+        return ticket
 
     def masks(self, record: Record, train_step: int | None) -> list[Taken]:
         """Masks a group trains with at `train_step`; without one every member keeps its own. Nothing changes."""
-        taken = []
+        taken: list[Taken] = []
+        token_stale_threshold = record.task.rule.token_stale_threshold
         for state, member in zip(record.states, record.members, strict=True):
             applies = record.masks_tokens and member.newest_trainable >= 0
             if train_step is None or not (applies or member.others):
-                taken.append(Taken(state, None, member.trainable))
+                taken.append((None, member.trainable))
                 continue
-            threshold = record.task.rule.token_stale_threshold if applies else None
             old = state.response_mask
-            mask, ones = trainable_mask(state.response_model_steps, old, train_step, threshold)
-            taken.append(Taken(state, mask.tolist() if isinstance(old, list) else mask, ones))
+            mask, ones = trainable_mask(
+                state.response_model_steps, old, train_step, token_stale_threshold if applies else None
+            )
+            taken.append((mask.tolist() if isinstance(old, list) else mask, ones))
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
         """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
         trained = 0
         self.ledger.in_flight -= record.tokens
-        for (state, mask, ones), member in zip(taken, record.members, strict=True):
+        for state, member, (mask, ones) in zip(record.states, record.members, taken, strict=True):
             if mask is not None:
                 state.response_mask = mask
             self.ledger.train(member.tokens, member.trainable, ones)
