@@ -256,18 +256,24 @@ class CheckpointWriter:
             self._state = "renaming"
             os.replace(self._temporary, self._directory / DOCUMENT)
             self._state = "committed"
-            _sync_directory(self._directory)
-            if locked:
-                _delete_dead(self._directory, self._token)
-            else:
-                _delete(self._directory / name for name in replaced)
-        _end(self._directory, self._token, self._lock)
+            try:
+                # Until the rename is on disk, a crash may bring the previous document back: its files stay till then.
+                _sync_directory(self._directory)
+                if locked:
+                    _delete_dead(self._directory, self._token)
+                else:
+                    _delete(self._directory / name for name in replaced)
+            finally:
+                _end(self._directory, self._token, self._lock)
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after :meth:`commit` succeeded, or twice."""
-        if self._state == "renaming" and not self._temporary.exists():
-            self._state = "committed"
         if self._state not in ("committed", "aborted"):
+            if self._state == "renaming" and not self._temporary.exists():
+                # Interrupted between the rename and taking note of it.
+                self._state = "committed"
+                _end(self._directory, self._token, self._lock)
+                return
             self._state = "aborted"
             _delete([self._temporary, *(self._directory / name for name in self._files)])
             self._lines.clear()
@@ -389,11 +395,11 @@ def _files_of(tensors: Iterable[tuple[str, "np.ndarray[Any, Any]"]]) -> Iterator
         row = max(1, values.nbytes // max(1, len(values)))
         while True:
             rows = (SHARD_BYTES - used) // row
-            if rows <= 0 and len(values) > start:
+            if rows <= 0 and content and len(values) > start:
                 yield content
                 content, used = {}, 0
                 continue
-            content[name] = values[start : start + rows]
+            content[name] = values[start : start + max(1, rows)]
             used += content[name].nbytes
             start += len(content[name])
             if start >= len(values):

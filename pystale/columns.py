@@ -188,14 +188,12 @@ class Column:
 
 
 def _steps(runs: list[list[int]]) -> ModelSteps:
-    steps = ModelSteps()
     total = 0
     for step, length in runs:
         total += length
-        if length < 1 or total >= 2**62 or step >= 2**63:
+        if length < 1 or total >= 2**63 or step >= 2**63:
             raise Malformed(f"has a run of {length} tokens of model step {step}")
-        steps.append(step, length)
-    return steps
+    return ModelSteps.from_runs(runs)
 
 
 class ColumnReader:

@@ -77,7 +77,7 @@ class _Unstorable(Exception):
         steps: list[str] = []
         while path is not None:
             path, key = path
-            steps.append(f"[{key!r}]")
+            steps.append(f"[{_shown(key)}]")
         self.where = "".join(reversed(steps))
         self.what = what
         self.member = 0
@@ -233,6 +233,14 @@ class _Encoder:
         return self.references.setdefault(kind, {"$column": kind})
 
 
+def _shown(value: Any) -> str:
+    """`value` for a message: of a key, or an id, that may have any type."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of thousands of digits, or a repr of the user's
+        return type(value).__name__
+
+
 def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -323,7 +331,7 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> Enco
             fields[name] = _Encoder(name, entries).members(values, kinds)
         except _Unstorable as fault:
             who = states[fault.member].rollout_id
-            raise TypeError(f"{name}{fault.where} of rollout_id {who!r} {fault.what}") from None
+            raise TypeError(f"{name}{fault.where} of rollout_id {_shown(who)} {fault.what}") from None
     return EncodedGroup(dump_json({"header": encoded_header, "fields": fields}), entries)
 
 
@@ -333,7 +341,7 @@ def _check(name: str, values: list[Any], kinds: set[type], states: Sequence[Roll
         return
     index = next(i for i, value in enumerate(values) if type(value) not in allowed)
     raise TypeError(
-        f"{name} of rollout_id {states[index].rollout_id!r} is a {_name(type(values[index]))}; allowed are "
+        f"{name} of rollout_id {_shown(states[index].rollout_id)} is a {_name(type(values[index]))}; allowed are "
         + _names(allowed)
     )
 
