@@ -76,7 +76,7 @@ py::list take(StalenessIndex& index, Integer task, Integer status, Integer n) {
     return taken;
 }
 
-bool contains(const StalenessIndex& index, py::handle group) {
+bool contains(const StalenessIndex& index, const py::object& group) {
     if (!PyLong_Check(group.ptr())) return false;
     int overflow = 0;
     const long long id = PyLong_AsLongLongAndOverflow(group.ptr(), &overflow);
@@ -150,7 +150,7 @@ True
         .def(
             "insert",
             [](Index& index, Integer task, Integer status, std::optional<Integer> key, Integer arrival,
-               py::handle oldest, py::handle newest_trainable) {
+               const py::object& oldest, const py::object& newest_trainable) {
                 const std::vector<Integer> oldest_steps = read_integers(oldest, "oldest");
                 return index.insert(task, status, key, arrival, oldest_steps,
                                     read_integers(newest_trainable, "newest_trainable"));
@@ -171,7 +171,7 @@ True
             py::arg("group"), py::arg("train_step"), "Positions of the members due at ``train_step``, ascending.")
         .def(
             "expire",
-            [](Index& index, GroupId group, py::handle members, Integer status) {
+            [](Index& index, GroupId group, const py::object& members, Integer status) {
                 index.expire(group, read_integers(members, "members"), status);
             },
             py::arg("group"), py::arg("members"), py::arg("status"),

@@ -1,7 +1,7 @@
 """Staleness control for asynchronous LLM reinforcement learning.
 
-pystale knows the policy version of every token and acts on it: it masks stale tokens out of the loss, expires, resets and
-re-rolls groups that have nothing left to train on, and says where every generated token went.
+pystale knows the policy version of every token and acts on it: it masks stale tokens out of the loss, expires, resets
+and re-rolls groups that have nothing left to train on, and says where every generated token went.
 """
 
 from pystale._core import build_info
@@ -11,12 +11,14 @@ from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import CheckpointError
 from pystale.metrics import off_policy_metrics
 from pystale.policy import Order
+from pystale.producer import AsyncProduceStrategyConfig
 from pystale.staleness import StalenessRule
 from pystale.state import RolloutState, Status, group_status, update_sample_version
 
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "AsyncProduceStrategyConfig",
     "CheckpointError",
     "ModelSteps",
     "Order",

@@ -16,6 +16,7 @@ from cpython.object cimport PyTypeObject
 
 include "_arguments.pxi"
 include "_model_steps.pxi"
+include "_members.pxi"
 
 # Calls over at least this many tokens, all in arrays, let the GIL go.
 GIL_RELEASE_TOKENS = kGilReleaseTokens

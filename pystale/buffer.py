@@ -300,15 +300,15 @@ class ReplayBuffer:
             For a group that is not handed out; then none of them is settled.
         """
         checked_outcome(outcome, OUTCOMES)
-        groups = [list(group) for group in groups]
+        given = [list(group) for group in groups]
         with self._lock:
-            names = [self._store.task_handed_out(group) for group in groups]
-        arriving = [read_group(group, name) for group, name in zip(groups, names, strict=True)]
+            names = [self._store.task_handed_out(group) for group in given]
+        arriving = [read_group(group, name) for group, name in zip(given, names, strict=True)]
         known = {(read.task_name, read.group_id) for read in arriving}
         if len(known) < len(arriving):
             raise ValueError("a group is given twice; it can be settled once")
         with self._lock:
-            for group in groups:
+            for group in given:
                 self._store.task_handed_out(group)
             for read in arriving:
                 self._store.settle(read, outcome)
@@ -394,7 +394,7 @@ class ReplayBuffer:
 
     def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Released]:
         train_step = checked_int("train_step", train_step, at_least=1)
-        bits = AGEING_BITS if statuses is None else status_bits(AGEING & {as_status(s) for s in statuses})
+        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
         released: Released = []
         with self._lock:
             return self._store.refresh(train_step, bits, released), released
@@ -404,8 +404,9 @@ class ReplayBuffer:
         with self._lock:
             self._store.settings(checked_task_name(task_name))
             records = self._store.hand_out(task_name, status, n)
-            for record in records:
-                self._store.lend(record)
+            tickets = [self._store.lend(record) for record in records]
+        for record, ticket in zip(records, tickets, strict=True):
+            ticket.remember(record.states)
         return [record.states for record in records]
 
     def _take_batch(self, sizes: Sizes, status: Any) -> TrainBatch:

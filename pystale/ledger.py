@@ -53,8 +53,16 @@ class Ledger:
         }
 
     @classmethod
-    def after_restart(cls, saved: dict[str, Any], stored: int) -> "Ledger":
-        """Account carried over a restart: what was in flight did not come back."""
+    def after_restart(cls, saved: Any, stored: int) -> "Ledger":
+        """Account carried over a restart: what was in flight did not come back.
+
+        Raises
+        ------
+        ValueError
+            If `saved` is not an account that balances with `stored` tokens stored.
+        """
+        if not isinstance(saved, dict):
+            raise ValueError(f"ledger must be an object, got {saved!r}")
         ledger = cls()
         for name in ("produced", "trained", "masked_stale", "masked_semantic", "stored"):
             setattr(ledger, name, _count(saved, name))

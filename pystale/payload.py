@@ -9,22 +9,19 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 
 from pystale._objects import ModelSteps
+from pystale.columns import FIELDS, LIST_STRIDE, Array, ColumnReader, Entries, Malformed, array_kind, scalar_kind
 from pystale.state import RolloutState, Status
 
 __all__ = [
-    "FIELDS",
-    "ColumnReader",
-    "Columns",
     "EncodedGroup",
-    "Malformed",
     "decode_document",
     "decode_group",
     "dump_json",
@@ -33,32 +30,22 @@ __all__ = [
     "parse_json",
 ]
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
-FIELDS = tuple(RolloutState.__dataclass_fields__)
-"""Names of the fields of a state, in the order they are written."""
-
 # Containers inside one field; more is refused on both sides, so neither side can run out of stack.
 MAX_DEPTH = 100
 # A nested list shorter than this stays in the JSON, where it can be read.
 _SHORT = 16
-# Longest stretch of a list, in elements, and of an array, in bytes, that is copied without letting other threads run.
-_LIST_STRIDE = 1 << 16
+# Longest stretch of an array, in bytes, that is copied without letting other threads run.
 _ARRAY_STRIDE = 1 << 20
 
-_DTYPES = {
-    np.dtype(order + code): order + code
-    for order in "<>"
-    for code in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8")
-} | {np.dtype(code): code for code in ("|i1", "|u1", "|b1")}
-_DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
-_SCALARS = {dtype.type: "scalar." + name for dtype, name in _DTYPES.items() if dtype.isnative}
-_ARRAY_KIND = re.compile(r"array\.([<>|][iufb][1248])\.([0-9]|[1-6][0-9])")
 _HEX_INT = re.compile(r"-?0x[0-9a-f]+")
 _HEX_DOUBLE = re.compile(r"[0-9a-f]{16}")
 
-_NONE = {type(None)}
-_INTEGERS: frozenset[type] = frozenset({int, *(kind for kind in _SCALARS if issubclass(kind, np.integer))})
+_NONE: frozenset[type] = frozenset({type(None)})
+_NESTED: frozenset[type] = frozenset({dict, list})
+_PLAIN: frozenset[type] = frozenset({str, bool, type(None)})
+_INTEGERS: frozenset[type] = frozenset({int}) | frozenset(
+    np.dtype(code).type for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+)
 _IDS: frozenset[type] = _INTEGERS | {str, type(None)}
 _SEQUENCES: frozenset[type] = frozenset({list, tuple, np.ndarray, type(None)})
 # What the library itself computes with must have a type it can compute with, when written and when read.
@@ -74,17 +61,13 @@ _ALLOWED: dict[str, frozenset[type]] = {
     "rerolls": _INTEGERS,
     "extra_fields": frozenset({dict, type(None)}),
 }
-# Left out of a line when every member has this value.
-_DEFAULTS: dict[str, tuple[set[type], Callable[[Any], bool]]] = {
-    "seq_staleness": ({int}, lambda value: value == 0),
-    "rerolls": ({int}, lambda value: value == 0),
-    "extra_fields": ({dict}, lambda value: not value),
+# A field is left out of a line when all members have the value of this type that is false.
+_LEFT_OUT: dict[str, frozenset[type]] = {
+    **dict.fromkeys(FIELDS, _NONE),
+    **dict.fromkeys(("seq_staleness", "rerolls"), frozenset({int})),
+    "extra_fields": frozenset({dict}),
 }
-_GETTERS = [(name, attrgetter(name), _ALLOWED.get(name), _DEFAULTS.get(name)) for name in FIELDS]
-
-
-class Malformed(ValueError):
-    """What was read is not what the format allows."""
+_GETTERS = [(name, attrgetter(name), _ALLOWED.get(name), _LEFT_OUT[name]) for name in FIELDS if name != "status"]
 
 
 class _Unstorable(Exception):
@@ -94,9 +77,10 @@ class _Unstorable(Exception):
         steps: list[str] = []
         while path is not None:
             path, key = path
-            steps.append(f"[{key!r}]")
+            steps.append(f"[{_shown(key)}]")
         self.where = "".join(reversed(steps))
         self.what = what
+        self.member = 0
 
 
 class EncodedGroup:
@@ -106,31 +90,72 @@ class EncodedGroup:
     ----------
     line : bytes
         JSON, ASCII, without the line feed.
-    columns : dict of (field, kind) to (list of bytes, list of int)
-        Values in native byte order, and the shapes of the entries, one after the other.
+    entries : Entries
+        What the line takes from columns.
     nbytes : int
         Bytes held, for deciding when a shard is full.
     """
 
-    __slots__ = ("columns", "line", "nbytes")
+    __slots__ = ("entries", "line", "nbytes")
 
-    def __init__(self, line: bytes, columns: dict[tuple[str, str], tuple[list[bytes], list[int]]]) -> None:
+    def __init__(self, line: bytes, entries: Entries) -> None:
         self.line = line
-        self.columns = columns
-        self.nbytes = len(line) + sum(
-            sum(map(len, pieces)) + 8 * len(shapes) for pieces, shapes in self.columns.values()
-        )
+        self.entries = entries
+        self.nbytes = len(line) + sum(sum(map(len, pieces)) + 8 * len(shapes) for pieces, shapes in entries.values())
 
 
 class _Encoder:
-    """Turns values of one field into JSON, and puts arrays aside."""
+    """Turns values of one field into JSON, and puts arrays aside; without `entries`, refuses them."""
 
-    __slots__ = ("columns", "field", "references")
+    __slots__ = ("count", "entries", "field", "references")
 
-    def __init__(self, columns: dict[tuple[str, str], tuple[list[bytes], list[int]]] | None) -> None:
-        self.columns = columns
-        self.field = ""
+    def __init__(self, field: str, entries: Entries | None) -> None:
+        self.entries = entries
+        self.field = field
         self.references: dict[str, dict[str, str]] = {}
+        self.count = 0
+
+    def members(self, values: list[Any], kinds: set[type]) -> Any:
+        """What stands for the values of all members, given their types."""
+        first = values[0]
+        if kinds <= _PLAIN or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
+            same = len(kinds) == 1 and len(values) > 1 and values.count(first) == len(values)
+            return {"all": first} if same else values
+        kind = self.packed(values, kinds)
+        if kind is not None:
+            return kind
+        encoded: list[Any] = []
+        try:
+            encoded.append(self.value(first))
+            # One by one, so that its length tells who failed.
+            for value in values[1:]:
+                encoded.append(encoded[0] if value is first and not self.count else self.value(value))
+        except _Unstorable as fault:
+            fault.member = len(encoded)
+            raise
+        one = encoded[0]
+        if len(values) > 1 and all(item is one for item in encoded):
+            return one["$column"] if self.count else {"all": one}
+        return encoded
+
+    def packed(self, values: list[Any], kinds: set[type]) -> str | None:
+        """Put short lists, or model steps, of all members aside in one go; None if that is not possible."""
+        if kinds == {list}:
+            parts = values
+        elif kinds == {ModelSteps}:
+            runs = [steps.runs() for steps in values]
+            self.entry("runs", [array("q", chain.from_iterable(chain.from_iterable(runs))).tobytes()], map(len, runs))
+            return "runs"
+        else:
+            return None
+        lengths = list(map(len, parts))
+        if sum(lengths) > LIST_STRIDE:
+            return None
+        packed = _pack(list(chain.from_iterable(parts)))
+        if packed is None or packed[2] != sum(lengths):
+            return None
+        self.entry(packed[0], packed[1], lengths)
+        return packed[0]
 
     def value(self, value: Any, path: Any = None, depth: int = 0) -> Any:
         kind = type(value)
@@ -140,76 +165,84 @@ class _Encoder:
             return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is list:
-            return self.list(value, path, depth)
+        if kind is Status:
+            return {"$status": value.name}
+        if kind is dict or kind is list or kind is tuple:
+            return self.container(value, kind, path, depth)
+        if self.entries is None:
+            raise _Unstorable(path, f"is a {_name(kind)}, which a document cannot hold")
         if kind is np.ndarray:
             return self.array(value, path)
         if kind is ModelSteps:
             runs = value.runs()
-            return self.entry("runs", [array("q", chain.from_iterable(runs)).tobytes()], (len(runs),), path)
-        if kind is Status:
-            return {"$status": value.name}
-        if depth >= MAX_DEPTH and kind in (dict, tuple):
-            raise _Unstorable(path, f"is nested more than {MAX_DEPTH} deep, or contains itself")
-        if kind is dict:
-            if all(type(key) is str and key[:1] != "$" for key in value):
-                return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
-            return {"$dict": [[self.key(key, path, depth), self.value(item, (path, key), depth + 1)]
-                              for key, item in value.items()]}  # fmt: skip
-        if kind is tuple:
-            return {"$tuple": [self.value(item, (path, i), depth + 1) for i, item in enumerate(value)]}
+            return self.entry("runs", [array("q", chain.from_iterable(runs)).tobytes()], (len(runs),))
         if kind is bytes:
-            return self.entry("bytes", [value], (len(value),), path)
-        if kind in _SCALARS:
-            return self.entry(_SCALARS[kind], [value.tobytes()], (), path)
+            return self.entry("bytes", [value], (len(value),))
+        scalar = scalar_kind(kind)
+        if scalar is not None:
+            return self.entry(scalar, [value.tobytes()], ())
         raise _Unstorable(
             path,
-            f"is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; allowed are None, bool, int, "
-            "float, str, bytes, list, tuple, dict, Status, ModelSteps, and NumPy arrays and scalars of integers, "
-            "floats or bools (exactly these types, no subclasses)",
+            f"is a {_name(kind)}, which a checkpoint cannot hold; allowed are None, bool, int, float, str, bytes, "
+            "list, tuple, dict, Status, ModelSteps, and NumPy arrays and scalars of integers, floats or bools, exactly "
+            "these types",
         )
 
-    def key(self, key: Any, path: Any, depth: int) -> Any:
-        return self.value(key, (path, key), depth + 1)
-
-    def list(self, values: list[Any], path: Any, depth: int) -> Any:
-        # A document has no columns; within a field, short lists are better read than packed.
-        if self.columns is not None and (depth == 0 or len(values) >= _SHORT):
-            packed = _pack(values)
+    def container(self, value: Any, kind: type, path: Any, depth: int) -> Any:
+        if kind is list and self.entries is not None and (depth == 0 or len(value) >= _SHORT):
+            packed = _pack(value)
             if packed is not None:
-                kind, pieces, length = packed
-                return self.entry(kind, pieces, (length,), path)
+                return self.entry(packed[0], packed[1], (packed[2],))
         if depth >= MAX_DEPTH:
             raise _Unstorable(path, f"is nested more than {MAX_DEPTH} deep, or contains itself")
-        return [self.value(item, (path, i), depth + 1) for i, item in enumerate(values)]
+        depth += 1
+        if kind is dict:
+            if all(type(key) is str and key[:1] != "$" for key in value):
+                return {key: self.value(item, (path, key), depth) for key, item in value.items()}
+            pairs = []
+            for key, item in value.items():
+                step = (path, key)
+                pairs.append([self.value(key, step, depth), self.value(item, step, depth)])
+            return {"$dict": pairs}
+        items = [self.value(item, (path, i), depth) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
 
     def array(self, values: Array, path: Any) -> dict[str, str]:
-        name = _DTYPES.get(values.dtype)
-        if name is None:
+        kind = array_kind(values)
+        if kind is None:
             raise _Unstorable(
-                path, f"is an array of dtype {values.dtype}; allowed are integers, floats to 64 bits, bool"
+                path, f"is an array of dtype {values.dtype}; allowed are integers, floats of 16 to 64 bits and bools"
             )
         if not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
         if values.nbytes <= _ARRAY_STRIDE:
-            pieces = [values.tobytes()]
-        else:
-            flat = np.array(values, order="C").reshape(-1).view(np.uint8)
-            pieces = [flat[i : i + _ARRAY_STRIDE].tobytes() for i in range(0, len(flat), _ARRAY_STRIDE)]
-        return self.entry(f"array.{name}.{values.ndim}", pieces, values.shape, path)
+            return self.entry(kind, [values.tobytes()], values.shape)
+        flat = np.array(values, order="C").reshape(-1).view(np.uint8)
+        pieces = [flat[i : i + _ARRAY_STRIDE].tobytes() for i in range(0, len(flat), _ARRAY_STRIDE)]
+        return self.entry(kind, pieces, values.shape)
 
-    def entry(self, kind: str, pieces: "Iterable[bytes]", shape: "tuple[int, ...]", path: Any) -> dict[str, str]:
-        if self.columns is None:
-            raise _Unstorable(path, "is an array or bytes, which only groups can hold")
-        column = self.columns.get((self.field, kind))
+    def entry(self, kind: str, pieces: Iterable[bytes], shape: Iterable[int]) -> dict[str, str]:
+        self.count += 1
+        key = (self.field, kind)
+        column = self.entries.get(key)  # type: ignore[union-attr]
         if column is None:
-            column = self.columns[self.field, kind] = ([], [])
+            column = self.entries[key] = ([], [])  # type: ignore[index]
         column[0].extend(pieces)
         column[1].extend(shape)
-        reference = self.references.get(kind)
-        if reference is None:
-            reference = self.references[kind] = {"$column": kind}
-        return reference
+        # The same object for the same kind, so that members are compared by identity.
+        return self.references.setdefault(kind, {"$column": kind})
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: of a key, or an id, that may have any type."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of thousands of digits, or a repr of the user's
+        return type(value).__name__
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _pack(values: list[Any]) -> tuple[str, list[bytes], int] | None:
@@ -217,8 +250,8 @@ def _pack(values: list[Any]) -> tuple[str, list[bytes], int] | None:
     pieces = []
     length = 0
     found: set[type] = set()
-    for start in range(0, len(values), _LIST_STRIDE):
-        part = values if len(values) <= _LIST_STRIDE else values[start : start + _LIST_STRIDE]
+    for start in range(0, len(values), LIST_STRIDE):
+        part = values if len(values) <= LIST_STRIDE else values[start : start + LIST_STRIDE]
         found.update(map(type, part))
         if len(found) != 1:
             return None
@@ -266,62 +299,55 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> Enco
     Examples
     --------
     >>> encode_group({"arrival": 1}, [RolloutState(rollout_id=7, response_ids=[1, 2], reward=0.5)]).line.decode()
-    '{"header":{"arrival":1},"fields":{"rollout_id":[7],"response_ids":"ints","reward":[0.5],"status":["INIT"]}}'
+    '{"header":{"arrival":1},"fields":{"status":["INIT"],"rollout_id":[7],"response_ids":"ints","reward":[0.5]}}'
     """
     if type(header) is not dict:
-        raise TypeError(f"header must be a dict, got {type(header).__name__}")
+        raise TypeError(f"header must be a dict, got {_name(type(header))}")
     for index, state in enumerate(states):
         if type(state) is not RolloutState:
             raise TypeError(
-                f"member {index} of the group is a {type(state).__module__}.{type(state).__qualname__}; a checkpoint "
-                "holds RolloutState objects only"
+                f"member {index} of the group is a {_name(type(state))}; a checkpoint holds RolloutState objects only"
             )
     if not len(states):
         raise ValueError("the group is empty; a group has at least one member")
-    columns: dict[tuple[str, str], tuple[list[bytes], list[int]]] = {}
-    encoder = _Encoder(columns)
-    encoder.field = "header"
+    entries: Entries = {}
     try:
-        encoded_header = encoder.value(header)
+        encoded_header = _Encoder("header", entries).value(header)
     except _Unstorable as fault:
         raise TypeError(f"header{fault.where} {fault.what}") from None
-    encoder.references.clear()
-    fields: dict[str, Any] = {}
-    for name, getter, allowed, default in _GETTERS:
+    statuses = [state.status for state in states]
+    _check("status", statuses, set(map(type, statuses)), states)
+    fields: dict[str, Any] = {
+        "status": [status.name if type(status) is Status else {"$str": status} for status in statuses]
+    }
+    for name, getter, allowed, left_out in _GETTERS:
         values = list(map(getter, states))
         kinds = set(map(type, values))
-        if kinds == _NONE and (allowed is None or allowed >= _NONE) and name != "extra_fields":
+        if kinds == left_out and not any(values):
             continue
         if allowed is not None and not kinds <= allowed:
-            _refuse(name, values, states, allowed)
-        if default is not None and kinds == default[0] and all(map(default[1], values)):
-            continue
-        if name == "status":
-            fields[name] = [value.name if type(value) is Status else {"$str": value} for value in values]
-            continue
-        encoder.field = name
-        encoded: list[Any] = []
+            _check(name, values, kinds, states)
         try:
-            for value in values:
-                encoded.append(encoder.value(value))  # one by one: its length tells who failed
+            fields[name] = _Encoder(name, entries).members(values, kinds)
         except _Unstorable as fault:
-            who = states[len(encoded)].rollout_id
-            raise TypeError(f"{name}{fault.where} of rollout_id {who!r} {fault.what}") from None
-        first = encoded[0]
-        if type(first) is dict and "$column" in first and all(item is first for item in encoded):
-            fields[name] = first["$column"]
-        else:
-            fields[name] = encoded
-    return EncodedGroup(dump_json({"header": encoded_header, "fields": fields}), columns)
+            who = states[fault.member].rollout_id
+            raise TypeError(f"{name}{fault.where} of rollout_id {_shown(who)} {fault.what}") from None
+    return EncodedGroup(dump_json({"header": encoded_header, "fields": fields}), entries)
 
 
-def _refuse(name: str, values: list[Any], states: Sequence[RolloutState], allowed: frozenset[type]) -> NoReturn:
+def _check(name: str, values: list[Any], kinds: set[type], states: Sequence[RolloutState]) -> None:
+    allowed = _ALLOWED[name]
+    if kinds <= allowed:
+        return
     index = next(i for i, value in enumerate(values) if type(value) not in allowed)
-    kind = type(values[index])
     raise TypeError(
-        f"{name} of rollout_id {states[index].rollout_id!r} is a {kind.__module__}.{kind.__qualname__}; allowed are "
-        + ", ".join(sorted(t.__name__ for t in allowed))
+        f"{name} of rollout_id {_shown(states[index].rollout_id)} is a {_name(type(values[index]))}; allowed are "
+        + _names(allowed)
     )
+
+
+def _names(kinds: Iterable[type]) -> str:
+    return ", ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in kinds))
 
 
 def encode_document(document: dict[str, Any]) -> Any:
@@ -333,221 +359,11 @@ def encode_document(document: dict[str, Any]) -> Any:
         For a value that cannot be written.
     """
     if type(document) is not dict:
-        raise TypeError(f"document must be a dict, got {type(document).__name__}")
+        raise TypeError(f"document must be a dict, got {_name(type(document))}")
     try:
-        return _Encoder(None).value(document)
+        return _Encoder("document", None).value(document)
     except _Unstorable as fault:
         raise TypeError(f"document{fault.where} {fault.what}") from None
-
-
-_SIGNED = (np.int8, np.int16, np.int32, np.int64)
-
-
-def _narrow(values: Array) -> Array:
-    """The same integers in the smallest signed dtype that holds them all."""
-    if not values.size:
-        return values.astype(np.int8)
-    low, high = int(values.min()), int(values.max())
-    return values.astype(next(d for d in _SIGNED if np.iinfo(d).min <= low and high <= np.iinfo(d).max))
-
-
-def _ndim(kind: str) -> int:
-    """Lengths an entry of this kind has in the shapes of its column."""
-    if kind.startswith("array."):
-        return int(kind.rpartition(".")[2])
-    return 0 if kind.startswith("scalar.") else 1
-
-
-_NATIVE = {"ints": np.dtype(np.int64), "runs": np.dtype(np.int64), "floats": np.dtype(np.float64),
-           "bools": np.dtype(np.bool_), "bytes": np.dtype(np.uint8)}  # fmt: skip
-
-
-class Columns:
-    """Columns of one shard, gathered from encoded groups.
-
-    Not safe for use from several threads at once.
-    """
-
-    __slots__ = ("_columns",)
-
-    def __init__(self) -> None:
-        self._columns: dict[tuple[str, str], tuple[list[bytes], array[int]]] = {}
-
-    def extend(self, group: EncodedGroup) -> None:
-        """Append the entries of `group`."""
-        for key, (pieces, shapes) in group.columns.items():
-            column = self._columns.get(key)
-            if column is None:
-                column = self._columns[key] = ([], array("q"))
-            column[0].extend(pieces)
-            column[1].fromlist(shapes)
-
-    def tensors(self) -> Iterable[tuple[str, Array]]:
-        """Name and values of every tensor, integers in the smallest dtype that holds them."""
-        for (field, kind), (pieces, shapes) in self._columns.items():
-            native = _NATIVE.get(kind) or _DTYPE_OF[kind.split(".")[1]].newbyteorder("=")
-            values: Array = np.frombuffer(b"".join(pieces), native)
-            if kind == "ints" or kind == "runs":
-                values = _narrow(values)
-            yield f"{field}:{kind}", values.reshape(-1, 2) if kind == "runs" else values
-            ndim = _ndim(kind)
-            if ndim:
-                yield f"{field}:{kind}:shapes", _narrow(np.frombuffer(shapes, np.int64)).reshape(-1, ndim)
-
-
-class _Column:
-    """Entries of one column, handed out in order."""
-
-    __slots__ = ("convert", "cursor", "offsets", "shapes", "values")
-
-    def __init__(self, kind: str, values: Array, shapes: Array | None) -> None:
-        matched = _ARRAY_KIND.fullmatch(kind)
-        name = matched[1] if matched else kind[len("scalar.") :] if kind.startswith("scalar.") else None
-        ndim = int(matched[2]) if matched else 0 if name is not None else 1
-        if name is not None and (name not in _DTYPE_OF or (not matched and not _DTYPE_OF[name].isnative)):
-            raise Malformed(f"unknown dtype in kind {kind!r}")
-        if name is None and kind not in _NATIVE:
-            raise Malformed(f"unknown kind {kind!r}")
-        if kind in ("ints", "runs"):
-            fits = values.dtype.kind in "iu"
-        else:
-            fits = values.dtype == (_NATIVE[kind] if name is None else _DTYPE_OF[name].newbyteorder("="))
-        if not fits or values.ndim != (2 if kind == "runs" else 1) or (kind == "runs" and values.shape[1] != 2):
-            raise Malformed(f"has dtype {values.dtype} and shape {values.shape}, which does not fit its kind")
-        total = len(values)
-        self.shapes: list[list[int]] | None = None
-        if ndim == 0:
-            if shapes is not None:
-                raise Malformed("has shapes, which its kind does not have")
-            self.offsets: Sequence[int] = range(total + 1)
-        else:
-            if shapes is None or shapes.dtype.kind not in "iu" or shapes.ndim != 2 or shapes.shape[1] != ndim:
-                raise Malformed(f"has no shapes of {ndim} integers per entry")
-            if ndim == 1:
-                sizes = shapes[:, 0].tolist()
-            else:
-                self.shapes = shapes.tolist()
-                sizes = [math.prod(shape) for shape in self.shapes]
-            if shapes.size and int(shapes.min()) < 0:
-                raise Malformed("has a negative length")
-            self.offsets = list(accumulate(sizes, initial=0))
-            if self.offsets[-1] != total:
-                raise Malformed(f"has {total} values, its shapes ask for {self.offsets[-1]}")
-        self.values = values
-        self.cursor = 0
-        if matched:
-            self.convert: Callable[[Array, int], Any] = _ToArray(_DTYPE_OF[matched[1]], self.shapes, ndim)
-        elif name is not None:
-            self.convert = _to_scalar
-        else:
-            self.convert = _CONVERT[kind]
-
-    def take(self) -> Any:
-        index = self.cursor
-        if index + 1 >= len(self.offsets):
-            raise Malformed("names more entries of a column than there are")
-        self.cursor = index + 1
-        return self.convert(self.values[self.offsets[index] : self.offsets[index + 1]], index)
-
-    @property
-    def left(self) -> int:
-        return len(self.offsets) - 1 - self.cursor
-
-
-class _ToArray:
-    """Copies an entry out as an array of its own."""
-
-    __slots__ = ("dtype", "ndim", "shapes")
-
-    def __init__(self, dtype: "np.dtype[Any]", shapes: list[list[int]] | None, ndim: int) -> None:
-        self.dtype = dtype
-        self.shapes = shapes
-        self.ndim = ndim
-
-    def __call__(self, values: Array, index: int) -> Array:
-        if self.ndim == 1:
-            return values.astype(self.dtype)
-        try:
-            return values.astype(self.dtype).reshape(self.shapes[index] if self.shapes is not None else ())
-        except (ValueError, OverflowError) as fault:
-            raise Malformed(f"has an entry of impossible shape: {fault}") from None
-
-
-def _to_list(values: Array, index: int) -> list[Any]:
-    if len(values) <= _LIST_STRIDE:
-        return values.tolist()  # type: ignore[no-any-return]
-    items: list[Any] = []
-    for start in range(0, len(values), _LIST_STRIDE):
-        items.extend(values[start : start + _LIST_STRIDE].tolist())
-    return items
-
-
-def _to_bytes(values: Array, index: int) -> bytes:
-    return values.tobytes()
-
-
-def _to_scalar(values: Array, index: int) -> Any:
-    return values[0]
-
-
-def _to_steps(values: Array, index: int) -> ModelSteps:
-    steps = ModelSteps()
-    total = 0
-    for step, length in values.tolist():
-        total += length
-        if length < 1 or total >= 2**62 or step >= 2**63:
-            raise Malformed(f"has a run of {length} tokens of step {step}")
-        steps.append(step, length)
-    return steps
-
-
-_CONVERT: dict[str, Callable[[Array, int], Any]] = {
-    "ints": _to_list, "floats": _to_list, "bools": _to_list, "bytes": _to_bytes, "runs": _to_steps,
-}  # fmt: skip
-
-
-class ColumnReader:
-    """Columns of one shard, read in the order they were written.
-
-    Parameters
-    ----------
-    tensors : mapping of str to ndarray
-        All tensors of the shard, by name.
-
-    Raises
-    ------
-    Malformed
-        For a tensor that belongs to no field, or does not fit its kind or its shapes.
-    """
-
-    __slots__ = ("_columns",)
-
-    def __init__(self, tensors: Mapping[str, Array]) -> None:
-        self._columns: dict[tuple[str, str], _Column] = {}
-        for name, values in tensors.items():
-            if name.endswith(":shapes"):
-                if name[: -len(":shapes")] not in tensors:
-                    raise Malformed(f"tensor {name!r} has no values")
-                continue
-            field, _, kind = name.partition(":")
-            if field != "header" and field not in FIELDS:
-                raise Malformed(f"tensor {name!r} belongs to no field")
-            try:
-                self._columns[field, kind] = _Column(kind, values, tensors.get(name + ":shapes"))
-            except Malformed as fault:
-                raise Malformed(f"tensor {name!r} {fault}") from None
-
-    def column(self, field: str, kind: Any) -> _Column:
-        """The column of a kind of a field."""
-        if type(kind) is str and (field, kind) in self._columns:
-            return self._columns[field, kind]
-        raise Malformed(f"names a column {kind!r:.80} that is not there")
-
-    def finish(self) -> None:
-        """Refuse entries that no line asked for."""
-        for (field, kind), column in self._columns.items():
-            if column.left:
-                raise Malformed(f"column {field}:{kind} has {column.left} entries that no group uses")
 
 
 class _Decoder:
@@ -555,9 +371,22 @@ class _Decoder:
 
     __slots__ = ("columns", "field")
 
-    def __init__(self, columns: ColumnReader | None) -> None:
+    def __init__(self, field: str, columns: ColumnReader | None) -> None:
         self.columns = columns
-        self.field = ""
+        self.field = field
+
+    def members(self, content: Any, count: int) -> list[Any]:
+        """Values of all members."""
+        if type(content) is str and self.columns is not None:
+            return self.columns.column(self.field, content).take(count)
+        if type(content) is dict and content.keys() == {"all"}:
+            one = content["all"]
+            return [self.value(one) for _ in range(count)] if type(one) in _NESTED else [one] * count
+        if type(content) is not list or len(content) != count:
+            raise Malformed(f"is neither a list of {count} values, one per member, nor a kind, nor one for all")
+        if _NESTED.isdisjoint(map(type, content)):
+            return content
+        return [self.value(item) for item in content]
 
     def value(self, raw: Any, depth: int = 0) -> Any:
         kind = type(raw)
@@ -580,7 +409,7 @@ class _Decoder:
         if tag == "$column":
             if self.columns is None:
                 raise Malformed("names a column, which only groups have")
-            return self.columns.column(self.field, content).take()
+            return self.columns.column(self.field, content).take()[0]
         if tag == "$tuple" and type(content) is list:
             return tuple([self.value(item, depth + 1) for item in content])
         if tag == "$dict" and type(content) is list:
@@ -651,7 +480,7 @@ def decode_document(raw: Any) -> dict[str, Any]:
     Malformed
         For JSON that encodes no dict.
     """
-    document = _Decoder(None).value(raw)
+    document = _Decoder("document", None).value(raw)
     if type(document) is not dict:
         raise Malformed("is not a dict")
     return document
@@ -668,41 +497,30 @@ def decode_group(line: bytes, columns: ColumnReader) -> tuple[dict[str, Any], li
     raw = parse_json(line)
     if type(raw) is not dict or raw.keys() != {"header", "fields"} or type(raw["fields"]) is not dict:
         raise Malformed("is not an object of header and fields")
-    decoder = _Decoder(columns)
-    decoder.field = "header"
+    field = "header"
     try:
-        header = decoder.value(raw["header"])
+        header = _Decoder(field, columns).value(raw["header"])
         if type(header) is not dict:
             raise Malformed("is not a dict")
-        decoder.field = "status"
-        statuses = raw["fields"].get("status")
+        field = "status"
+        statuses = raw["fields"].pop(field, None)
         if type(statuses) is not list or not statuses:
-            raise Malformed("is not a list with a status per member")
-        fields: dict[str, list[Any]] = {}
-        for name, content in raw["fields"].items():
-            decoder.field = name
-            fields[name] = _decode_field(decoder, name, content, len(statuses))
+            raise Malformed("is not a list with one entry per member")
+        named = [{"$status": item} if type(item) is str else item for item in statuses]
+        fields = {field: _decode_field(field, named, len(statuses), columns)}
+        for field, content in raw["fields"].items():
+            fields[field] = _decode_field(field, content, len(statuses), columns)
     except Malformed as fault:
-        raise Malformed(f"{decoder.field:.80} {fault}") from None
+        raise Malformed(f"{field:.80} {fault}") from None
     return header, [RolloutState(**dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
 
 
-def _decode_field(decoder: _Decoder, name: str, content: Any, members: int) -> list[Any]:
-    if name not in FIELDS:
+def _decode_field(name: str, content: Any, members: int, columns: ColumnReader) -> list[Any]:
+    if name not in _LEFT_OUT:
         raise Malformed("is not a field of a state")
-    if type(content) is str:
-        if decoder.columns is None:
-            raise Malformed("names a column, which only groups have")
-        take = decoder.columns.column(name, content).take
-        values = [take() for _ in range(members)]
-    elif type(content) is not list or len(content) != members:
-        raise Malformed(f"is not a list of {members} values, one per member")
-    elif name == "status":
-        values = [decoder.value({"$status": item} if type(item) is str else item) for item in content]
-    else:
-        values = [decoder.value(item) for item in content]
+    values = _Decoder(name, columns).members(content, members)
     allowed = _ALLOWED.get(name)
     if allowed is not None and not allowed.issuperset(map(type, values)):
         kind = next(type(value) for value in values if type(value) not in allowed)
-        raise Malformed(f"is a {kind.__name__}; allowed are {', '.join(sorted(t.__name__ for t in allowed))}")
+        raise Malformed(f"is a {_name(kind)}; allowed are {_names(allowed)}")
     return values

@@ -45,7 +45,7 @@ class SaveJob:
             "train_step": store.train_step,
             "arrivals": store.arrivals,
             "own_group_ids": store.own_group_ids,
-            "ledger": store.ledger.as_dict(),
+            "ledger": {**store.ledger.as_dict(), "discarded": dict(store.ledger.discarded)},
             "handed_out": [
                 {"task": t.task.name, "group_id": t.group_id, "arrival": t.arrival, "key": t.key, "rerolls": t.rerolls}
                 for t in store.tickets.values()
@@ -72,7 +72,7 @@ class SaveJob:
         writer = CheckpointWriter(self._directory)
         try:
             while (group := self._next()) is not None:
-                writer.add(group)
+                writer.add_encoded(group)
             if self._failure is not None:
                 raise self._failure
             if self._cancelled:

@@ -24,6 +24,8 @@ __all__ = ["StalenessRule"]
 
 def checked_int(name: str, value: Any, *, at_least: int, remedy: str = "") -> int:
     """`value` as an int, refusing bools, floats and values under `at_least`."""
+    if type(value) is int and at_least <= value < 2**63:
+        return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < at_least:

@@ -6,11 +6,12 @@ Field names are XTuner's where XTuner has the field.
 
 import enum
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pystale._objects import ModelSteps, summarise
 
@@ -28,6 +29,8 @@ __all__ = [
 logger = logging.getLogger("pystale")
 
 State = TypeVar("State")
+Ints: TypeAlias = list[int] | tuple[int, ...] | NDArray[np.integer[Any]]
+Floats: TypeAlias = list[float] | tuple[float, ...] | NDArray[np.floating[Any]]
 
 
 class Status(enum.Enum):
@@ -108,15 +111,15 @@ class RolloutState:
     task_name: str | None = None
     session_id: int | str | None = None
     message: Any = None
-    prompt_ids: Sequence[int] | np.ndarray[Any, Any] | None = None
+    prompt_ids: Ints | None = None
     prompt_model_step: int | None = None
-    tokens: Sequence[int] | np.ndarray[Any, Any] | None = None
+    tokens: Ints | None = None
     sample_params: Any = None
     response: str | None = None
-    response_ids: Sequence[int] | np.ndarray[Any, Any] | None = None
-    response_mask: Sequence[int] | np.ndarray[Any, Any] | None = None
-    response_model_steps: Sequence[int] | np.ndarray[Any, Any] | ModelSteps | None = None
-    logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None
+    response_ids: Ints | None = None
+    response_mask: Ints | None = None
+    response_model_steps: Ints | ModelSteps | None = None
+    logprobs: Floats | None = None
     routed_experts: Any = None
     finish_reason: str | None = None
     tool_calls: Any = None
@@ -124,9 +127,9 @@ class RolloutState:
     status: Status = Status.INIT
     seq_staleness: int = 0
     error_msg: str | None = None
-    input_ids: Sequence[int] | np.ndarray[Any, Any] | None = None
-    labels: Sequence[int] | np.ndarray[Any, Any] | None = None
-    position_ids: Sequence[int] | np.ndarray[Any, Any] | None = None
+    input_ids: Ints | None = None
+    labels: Ints | None = None
+    position_ids: Ints | None = None
     mm_info: Any = None
     rerolls: int = 0
     extra_fields: dict[str, Any] = field(default_factory=dict)
@@ -209,10 +212,10 @@ def group_status(group: Iterable[Any]) -> Status:
     -----
     The order of precedence is XTuner's (``get_group_status``), except that unfinished (INIT) groups are not COMPLETED.
     """
-    statuses = {as_status(getattr(member, "status", member)) for member in group}
+    statuses = [as_status(getattr(member, "status", member)) for member in group]
     if not statuses:
         raise ValueError("the group is empty; a group has at least one member")
-    if statuses == {Status.COMPLETED}:
+    if statuses.count(Status.COMPLETED) == len(statuses):
         return Status.COMPLETED
     return next((status for status in _PRECEDENCE if status in statuses), Status.ARCHIVED)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pystale._core import StalenessIndex
-from pystale._objects import ModelSteps, trainable_mask
-from pystale.group import AGEING, EMPTY, Arriving, Group, Member, seq_staleness_of
+from pystale._objects import Member, ModelSteps, trainable_mask
+from pystale.group import AGEING, Arriving, Group
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
@@ -18,17 +18,19 @@ from pystale.state import Status, as_status, discard, group_status, reset, write
 
 __all__ = ["Record", "Released", "Store", "Task"]
 
+# What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
+Taken = tuple[Any, int]
 Released = list[tuple[Any, dict[str, Any]]]
 
-STATUSES = tuple(Status)
-NUMBER = {status: number for number, status in enumerate(STATUSES)}
+# A pool's number in the index is the position of its status here.
+number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
     """Bit mask of pools, as the index takes it."""
-    return sum(1 << NUMBER[status] for status in statuses)
+    return sum(1 << number_of(status) for status in statuses)
 
 
 AGEING_BITS = status_bits(AGEING)
@@ -82,13 +84,12 @@ class Ticket:
     def tokens(self) -> int:
         return sum(tokens for tokens, _ in self.held)
 
-
-class Taken(NamedTuple):
-    """A stored member about to be trained: the mask to write, None where it keeps its own, and the ones in it."""
-
-    state: Any
-    mask: Any
-    trained: int
+    def remember(self, states: Group) -> None:
+        """Copy the tokens that may be continued. As long as they are, and so not made under the buffer's mutex."""
+        self.held = [
+            (tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
+            for state, (tokens, _) in zip(states, self.held, strict=True)
+        ]
 
 
 class Store:
@@ -181,7 +182,6 @@ class Store:
         )
         self.insert(record, arriving.statuses)
 
-        self.arrivals += ticket is None
         for state, steps in zip(arriving.states, arriving.steps, strict=True):
             if steps is not state.response_model_steps:
                 state.response_model_steps = steps
@@ -190,22 +190,25 @@ class Store:
             if getattr(state, "task_name", arriving.task_name) is None:
                 state.task_name = arriving.task_name
             _write_rerolls(state, record.rerolls)
+        tokens = record.tokens
         if ticket is None:
-            self.ledger.produced += record.tokens
+            self.arrivals += 1
+            self.ledger.produced += tokens
         else:
             self._book_return(ticket, arriving)
-        self.ledger.stored += record.tokens
+        self.ledger.stored += tokens
 
         if train_step is not None:
             self.train_step = train_step
         if status not in AGEING:
             self._write_staleness(record)
             return status
+        self._write_staleness(record)
         expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
         if self.train_step is not None:
             expired += self.index.due_members(record.number, self.train_step)
-        self._write_staleness(record)
-        self._expire(record, sorted(expired), released)
+        if expired:
+            self._expire(record, expired, released)
         return record.status
 
     def record(
@@ -218,15 +221,17 @@ class Store:
 
     def insert(self, record: Record, statuses: Sequence[Status]) -> None:
         """Enter a record into the index; members EXPIRED or unfinished have no deadline."""
-        oldest, newest = [], []
-        rule = record.task.rule
-        for member, status in zip(record.members, statuses, strict=True):
-            ages = record.status in AGEING and status not in (Status.EXPIRED, Status.INIT)
-            masks = ages and record.masks_tokens and not (rule.spare_aborted and status is Status.ABORTED)
-            oldest.append(member.oldest if ages else -1)
-            newest.append(member.newest_trainable if masks else -1)
+        oldest, newest = [-1] * len(statuses), [-1] * len(statuses)
+        spared = Status.ABORTED if record.task.rule.spare_aborted else None
+        if record.status in AGEING:
+            for position, (member, status) in enumerate(zip(record.members, statuses, strict=True)):
+                if status is Status.EXPIRED or status is Status.INIT:
+                    continue
+                oldest[position] = member.oldest
+                if record.masks_tokens and status is not spared:
+                    newest[position] = member.newest_trainable
         record.number = self.index.insert(
-            record.task.number, NUMBER[record.status], record.key, record.arrival, oldest, newest
+            record.task.number, number_of(record.status), record.key, record.arrival, oldest, newest
         )
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
@@ -268,15 +273,13 @@ class Store:
         return moved
 
     def _expire(self, record: Record, expired: list[int], released: Released) -> bool:
-        """The life cycle of one group whose members at `expired` are EXPIRED or have come due.
+        """The life cycle of one group whose members at `expired`, at least one, are EXPIRED or have come due.
 
         Returns
         -------
         bool
             Whether the group entered the EXPIRED pool or left the store.
         """
-        if not expired:
-            return False
         self._announce(record)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
@@ -289,14 +292,14 @@ class Store:
             return True
         entered = record.status is not Status.EXPIRED
         record.status = Status.EXPIRED
-        self.index.expire(record.number, expired, NUMBER[Status.EXPIRED])
+        self.index.expire(record.number, expired, number_of(Status.EXPIRED))
         for position in expired:
             state, member = record.states[position], record.members[position]
             if self.train_step is not None:
-                state.seq_staleness = seq_staleness_of(member, self.train_step)
+                state.seq_staleness = member.seq_staleness(self.train_step)
             self.ledger.stored -= member.tokens
             self.ledger.discard("expired", member.tokens)
-            record.members[position] = EMPTY
+            record.members[position] = Member()
             _release(state, reset(state), released)
         return entered
 
@@ -307,7 +310,7 @@ class Store:
         if task is None:
             self.settings(task_name)
             return 0
-        return self.index.count(task.number, NUMBER[status])
+        return self.index.count(task.number, number_of(status))
 
     def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
         """Take the first `n` records of a pool, in order; their tokens are in flight."""
@@ -315,7 +318,7 @@ class Store:
         if task is None:
             return []
         records = []
-        for number in self.index.first(task.number, NUMBER[status], n):
+        for number in self.index.first(task.number, number_of(status), n):
             record = self.records[number]
             self._announce(record)
             self._forget(record)
@@ -331,39 +334,38 @@ class Store:
         self.ledger.stored += record.tokens
         self.ledger.in_flight -= record.tokens
 
-    def lend(self, record: Record) -> None:
+    def lend(self, record: Record) -> Ticket:
         """Remember a record handed out for continuation, so that it is known when it comes back."""
         if record.status is Status.EXPIRED:
             record.rerolls += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
-        held = [
-            (member.tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
-            for state, member in zip(record.states, record.members, strict=True)
-        ]
-        self.tickets[record.task.name, record.group_id] = Ticket(
-            record.task, record.group_id, record.arrival, record.key, record.rerolls, held
-        )
+        held = [(member.tokens, None) for member in record.members]
+        ticket = Ticket(record.task, record.group_id, record.arrival, record.key, record.rerolls, held)
+        self.tickets[record.task.name, record.group_id] = ticket
+        return ticket
 
     def masks(self, record: Record, train_step: int | None) -> list[Taken]:
         """Masks a group trains with at `train_step`; without one every member keeps its own. Nothing changes."""
-        taken = []
+        taken: list[Taken] = []
+        token_stale_threshold = record.task.rule.token_stale_threshold
         for state, member in zip(record.states, record.members, strict=True):
             applies = record.masks_tokens and member.newest_trainable >= 0
             if train_step is None or not (applies or member.others):
-                taken.append(Taken(state, None, member.trainable))
+                taken.append((None, member.trainable))
                 continue
-            threshold = record.task.rule.token_stale_threshold if applies else None
             old = state.response_mask
-            mask, ones = trainable_mask(state.response_model_steps, old, train_step, threshold)
-            taken.append(Taken(state, mask.tolist() if isinstance(old, list) else mask, ones))
+            mask, ones = trainable_mask(
+                state.response_model_steps, old, train_step, token_stale_threshold if applies else None
+            )
+            taken.append((mask.tolist() if isinstance(old, list) else mask, ones))
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
         """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
         trained = 0
         self.ledger.in_flight -= record.tokens
-        for (state, mask, ones), member in zip(taken, record.members, strict=True):
+        for state, member, (mask, ones) in zip(record.states, record.members, taken, strict=True):
             if mask is not None:
                 state.response_mask = mask
             self.ledger.train(member.tokens, member.trainable, ones)
@@ -431,8 +433,8 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            if member is not EMPTY:
-                state.seq_staleness = seq_staleness_of(member, self.train_step)
+            if member.tokens:
+                state.seq_staleness = member.seq_staleness(self.train_step)
 
 
 def _tokens_of(state: Any) -> Any:

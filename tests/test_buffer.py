@@ -8,7 +8,7 @@ from rollouts import balance, group, state
 
 from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 
-C, A, E, F, X, I = (
+C, A, E, F, X, U = (
     Status.COMPLETED,
     Status.ABORTED,
     Status.EXPIRED,
@@ -112,7 +112,7 @@ def test_refresh_looks_only_at_the_pools_asked_for():
     assert b.refresh_staleness(6, statuses=[A]) == {"default": 1}
     assert (b.count(status=C), b.count(status=E)) == (1, 1)
     assert b.refresh_staleness(6, statuses=["completed"]) == {"default": 1}
-    assert b.refresh_staleness(6, statuses=[F, I]) == {"default": 0}
+    assert b.refresh_staleness(6, statuses=[F, U]) == {"default": 0}
 
 
 def test_refresh_has_a_key_for_every_task_that_had_groups_stored():
@@ -198,9 +198,9 @@ def test_unfinished_and_settled_groups_are_left_alone():
     b.put(first, train_step=3)
     b.put(group([1], status=X), train_step=3)
     b.put(group([1], status=F), train_step=3)
-    b.put(group([1], status=I), train_step=3)
+    b.put(group([1], status=U), train_step=3)
     assert b.refresh_staleness(6) == {"default": 1}
-    assert b.count_statuses(["default"], [C, E, X, F, I]) == {"default": {C: 0, E: 1, X: 1, F: 1, I: 1}}
+    assert b.count_statuses(["default"], [C, E, X, F, U]) == {"default": {C: 0, E: 1, X: 1, F: 1, U: 1}}
     late = group([5])
     assert b.put(late, train_step=6) is C
     assert late[0].seq_staleness == 0
@@ -361,8 +361,8 @@ def test_stamping_comes_first_and_a_refused_put_takes_it_back():
         (None, TypeError, "sequence of states"),
         ([object()], TypeError, "member 0 .* is no rollout state"),
         ([state([5]), 3], TypeError, "member 1 .* is no rollout state"),
-        ([state([5], group_id=1), state([5], group_id=2)], ValueError, "one group_id"),
-        ([state([5], group_id=1), state([5])], ValueError, "one group_id"),
+        ([state([5], group_id=1), state([5], group_id=2)], ValueError, "a group has one"),
+        ([state([5], group_id=1), state([5])], ValueError, "a group has one"),
         ([state([5])] * 2, ValueError, "same state object twice"),
     ],
 )
@@ -377,7 +377,7 @@ def test_a_group_cannot_be_stored_twice():
     b = buffer()
     members = group([5], group_id="g")
     b.put(members, train_step=6)
-    with pytest.raises(ValueError, match="'g'.*stored already"):
+    with pytest.raises(ValueError, match=r"'g'.*stored already"):
         b.put(group([5], group_id="g"), train_step=6)
     assert (len(b), b.ledger()["produced"]) == (1, 1)
     assert b.put(group([5], group_id="g"), "other", train_step=6) is C  # tasks have ids of their own

@@ -10,7 +10,7 @@ from rollouts import balance
 
 from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 
-C, A, E, F, X, I = (
+C, A, E, F, X, U = (
     Status.COMPLETED,
     Status.ABORTED,
     Status.EXPIRED,
@@ -19,7 +19,11 @@ C, A, E, F, X, I = (
     Status.INIT,
 )
 AGEING = (C, A, E)
-TASKS = {"a": (StalenessRule(2, 0), 0), "b": (StalenessRule(1, 1, 2, spare_aborted=True), 3), "c": (StalenessRule(1), -1)}
+TASKS = {
+    "a": (StalenessRule(2, 0), 0),
+    "b": (StalenessRule(1, 1, 2, spare_aborted=True), 3),
+    "c": (StalenessRule(1), -1),
+}
 MAX_REROLLS = 2
 
 
@@ -57,7 +61,7 @@ class ModelGroup:
         found = {m.status for m in self.members}
         if found == {C}:
             return C
-        return next((s for s in (F, A, E, X, I) if s in found), Status.ARCHIVED)
+        return next((s for s in (F, A, E, X, U) if s in found), Status.ARCHIVED)
 
     def new_key(self, order):
         steps = [s for m in self.members for s in m.steps if s >= 0]
@@ -76,7 +80,7 @@ class ModelGroup:
         for member in self.members:
             if member.status is E:
                 continue
-            if member.status is I:
+            if member.status is U:
                 continue
             too_old = member.steps and any(s >= 0 for s in member.steps)
             too_old = too_old and member.staleness(train_step) >= self.rule.stale_threshold
@@ -96,7 +100,7 @@ members_strategy = st.lists(
     st.tuples(
         st.lists(st.integers(0, 4), max_size=5),  # lags behind the newest weights, in steps
         st.sampled_from([None, None, "ones", "alternate", "zeros"]),
-        st.sampled_from([C, C, C, C, A, A, E, F, X, I]),
+        st.sampled_from([C, C, C, C, A, A, E, F, X, U]),
         st.sampled_from(["list", "steps"]),
         st.booleans(),
     ),
@@ -209,7 +213,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         expected = self.store(model)
         assert self.buffer.sync.put(states, task, train_step=self.now if with_step else None) is expected
 
-    @rule(back=st.integers(-1, 2), statuses=st.sampled_from([None, (C,), (A, E), (E,), (F, I)]))
+    @rule(back=st.integers(-1, 2), statuses=st.sampled_from([None, (C,), (A, E), (E,), (F, U)]))
     def refresh_staleness(self, back, statuses):
         self.train_step = max(1, self.now - back)
         expected = self.refresh(AGEING if statuses is None else statuses)

@@ -125,7 +125,9 @@ def test_many_threads_share_a_buffer_without_losing_or_doubling_a_group():
 
     def consume(stop):
         try:
-            while not stop.is_set() or buffer.sync.count() or buffer.sync.count(status=A) or buffer.sync.count(status=E):
+            while (
+                not stop.is_set() or buffer.sync.count() or buffer.sync.count(status=A) or buffer.sync.count(status=E)
+            ):
                 batch = buffer.sync.take_train_batch({"default": 1}, train_step=6)
                 for members in batch.get("default", []):
                     with lock:
@@ -265,12 +267,12 @@ def test_a_callback_that_fails_is_logged_and_the_operation_stands(kind, caplog):
 
 def test_cancelling_a_take_while_it_releases_takes_nothing():
     async def main():
-        entered, gate, done = asyncio.Event(), asyncio.Event(), []
+        entered, gate, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def on_release(released):
             entered.set()
             await gate.wait()
-            done.append(len(released))
+            freed.set()
 
         buffer = make(on_release=on_release)
         await buffer.put(group([2]), train_step=3)
@@ -282,9 +284,7 @@ def test_cancelling_a_take_while_it_releases_takes_nothing():
             await take
         assert await buffer.count() == 1
         gate.set()
-        while not done:
-            await asyncio.sleep(0)
-        assert done == [1]  # the references are freed all the same
+        await asyncio.wait_for(freed.wait(), GUARD)  # the references are freed all the same
 
     asyncio.run(main())
 

@@ -50,9 +50,7 @@ def test_rows_without_a_version_are_left_out_and_reported_as_coverage():
     assert off_policy_metrics([-1], [-1], train_step=3) == {f"{P}/coverage": 0.0}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.booleans()), max_size=30), st.integers(1, 70)
-)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.booleans()), max_size=30), st.integers(1, 70))
 def test_worst_minus_least_age_is_the_span_minus_one(rows, train_step):
     low = np.array([r[0] for r in rows], dtype=np.int32)
     high = np.array([r[0] + r[1] for r in rows], dtype=np.int64)

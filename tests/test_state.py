@@ -9,7 +9,7 @@ import pytest
 from pystale import ModelSteps, RolloutState, Status, group_status, update_sample_version
 from pystale.state import as_status, discard, reset
 
-C, A, E, F, X, I, Z = (
+C, A, E, F, X, U, Z = (
     Status.COMPLETED,
     Status.ABORTED,
     Status.EXPIRED,
@@ -30,10 +30,10 @@ C, A, E, F, X, I, Z = (
         ([C, E], E),
         ([C, X], X),
         ([X, E], E),
-        ([C, I], I),
+        ([C, U], U),
         ([Z, Z], Z),
         ([C, Z], Z),
-        ([I, Z], I),
+        ([U, Z], U),
     ],
 )
 def test_a_group_has_the_status_that_matters_most_among_its_members(members, expected):
@@ -62,14 +62,26 @@ def test_an_empty_group_has_no_status():
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("stop", C), ("LENGTH", C), ("tool_calls", C), ("abort", A), ("Aborted", A), ("error", F), (None, F), ("?", F), (7, F)],
+    [
+        ("stop", C),
+        ("LENGTH", C),
+        ("tool_calls", C),
+        ("abort", A),
+        ("Aborted", A),
+        ("error", F),
+        (None, F),
+        ("?", F),
+        (7, F),
+    ],
 )
 def test_finish_reasons(reason, status):
     assert Status.from_finish_reason(reason) is status
 
 
 @pytest.mark.parametrize(
-    "steps", [[3, 3], np.array([3, 3], dtype=np.int32), ModelSteps.from_list([3, 3]), (3, 3)], ids=lambda s: type(s).__name__
+    "steps",
+    [[3, 3], np.array([3, 3], dtype=np.int32), ModelSteps.from_list([3, 3]), (3, 3)],
+    ids=lambda s: type(s).__name__,
 )
 def test_stamping_marks_only_tokens_not_yet_stamped(steps):
     state = RolloutState(response_ids=[1, 2, 3, 4], response_model_steps=steps)
@@ -153,16 +165,23 @@ def test_reset_takes_the_response_and_keeps_the_prompt():
     gone += ("input_ids", "labels", "position_ids")
     assert all(getattr(state, f) is None for f in gone)
     assert state.status is E
-    assert cleared == {
-        f: before[f] for f in (*gone, "response", "response_ids", "response_model_steps", "logprobs")
-    }
+    assert cleared == {f: before[f] for f in (*gone, "response", "response_ids", "response_model_steps", "logprobs")}
     assert reset(state) == {}  # nothing is released twice
 
 
 def test_discard_keeps_what_says_which_rollout_it_was():
     state, blank = full_state(), RolloutState()
     cleared = discard(state)
-    kept = ("rollout_id", "group_id", "task_name", "session_id", "message", "prompt_ids", "prompt_model_step", "rerolls")
+    kept = (
+        "rollout_id",
+        "group_id",
+        "task_name",
+        "session_id",
+        "message",
+        "prompt_ids",
+        "prompt_model_step",
+        "rerolls",
+    )
     for name in RolloutState.__dataclass_fields__:
         if name in kept:
             assert getattr(state, name) == getattr(full_state(), name)

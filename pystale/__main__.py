@@ -1,0 +1,33 @@
+"""Entry of the ``pystale`` command and of ``python -m pystale``."""
+
+import importlib.util
+import os
+import sys
+
+__all__ = ["main"]
+
+# What the extra `cli` brings; looked for before anything of it is imported.
+_CLI = ("typer", "rich", "threadpoolctl")
+
+
+def main() -> int:
+    """Run the command line and return its exit code: 2 for bad usage, 130 after Ctrl-C, 141 after a closed pipe."""
+    if missing := [name for name in _CLI if importlib.util.find_spec(name) is None]:
+        print(f"pystale: the command line needs {' and '.join(missing)}: pip install 'pystale[cli]'", file=sys.stderr)
+        return 1
+    try:
+        from pystale.cli import run
+
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more. What is still buffered must go nowhere, or Python would complain while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What the buffer knows of a rollout's tokens, read from the object in place (text of _objects.pyx)."""
+
+
+@cython.final
+cdef class Member:
+    """Numbers of one group member.
+
+    Attributes
+    ----------
+    tokens : int
+        Response tokens.
+    oldest : int
+        Oldest model step, -1 without a model token.
+    newest_trainable : int
+        Newest model step of a semantically trainable token, -1 without any.
+    trainable : int
+        Semantically trainable tokens.
+    others : int
+        Tokens that no model produced.
+    versioned : bool
+        False: there are response tokens and none has a step.
+    """
+
+    cdef readonly Py_ssize_t tokens
+    cdef readonly int64_t oldest
+    cdef readonly int64_t newest_trainable
+    cdef readonly Py_ssize_t trainable
+    cdef readonly Py_ssize_t others
+    cdef readonly bint versioned
+
+    def __cinit__(self):
+        self.oldest = -1
+        self.newest_trainable = -1
+        self.versioned = True
+
+    def __repr__(self):
+        return (f"Member(tokens={self.tokens}, oldest={self.oldest}, newest_trainable={self.newest_trainable}, "
+                f"trainable={self.trainable}, others={self.others}, versioned={self.versioned})")
+
+    def seq_staleness(self, int64_t train_step):
+        """Staleness of the oldest model token at `train_step`, in trainer steps; 0 without one."""
+        return staleness_of(self.oldest, train_step)
+
+
+cdef Py_ssize_t entries_of(values) except -1:
+    return 0 if values is None else len(values)
+
+
+cdef int refuse_length(str name, Py_ssize_t entries, str of, Py_ssize_t tokens) except -1:
+    raise ValueError(f"{name} has {entries} entries, {of} has {tokens}; one entry per response token is required")
+
+
+def measure(state, steps, train_step=None):
+    """Check the lengths of a state's per-token fields and summarise its tokens.
+
+    Parameters
+    ----------
+    state : RolloutState or alike
+        Its ``response_ids``, ``response_mask`` and ``logprobs`` are read.
+    steps : integer array, list or tuple of int, ModelSteps, or None
+        Stands for its ``response_model_steps``.
+    train_step : int, optional
+        Refuses steps that this train step cannot have seen.
+
+    Returns
+    -------
+    Member
+
+    Raises
+    ------
+    TypeError, ValueError
+        For lengths that differ, entries that are not integers, or a future step.
+    """
+    cdef Argument tokens_given, mask_given, unmasked
+    cdef Summary summary
+    cdef int64_t newest
+    cdef Member member = Member.__new__(Member)
+    ids = state.response_ids
+    mask = state.response_mask
+    logprobs = getattr(state, "logprobs", None)
+    cdef Py_ssize_t stamped = entries_of(steps)
+    cdef Py_ssize_t tokens = stamped if ids is None else len(ids)
+    cdef str of = "response_model_steps" if ids is None else "response_ids"
+    if stamped and stamped != tokens:
+        refuse_length("response_model_steps", stamped, of, tokens)
+    if mask is not None and entries_of(mask) != tokens:
+        refuse_length("response_mask", entries_of(mask), of, tokens)
+    if logprobs is not None and len(logprobs) not in (0, tokens):
+        refuse_length("logprobs", len(logprobs), of, tokens)
+    if not tokens:
+        return member
+    member.tokens = tokens
+    member.versioned = stamped > 0
+    if not stamped:
+        # Only the semantic mask says anything then; steps of 0 stand in, to have it checked and counted.
+        steps = ModelSteps.from_runs([(0, tokens)])
+    kept = bind(&tokens_given, steps, b"steps", False)
+    kept_mask = None if mask is None else bind(&mask_given, mask, b"response_mask", True)
+    require_flat(tokens_given)
+    require_same_shape(tokens_given, mask_given)
+    with cython.critical_section(kept, kept_mask):
+        summary = summary_of(tokens_given, mask_given)
+        if train_step is not None and stamped:
+            newest = summary_of(tokens_given, unmasked).newest_trainable if mask is not None else summary.newest_trainable
+    member.trainable = summary.trainable
+    if not stamped:
+        return member
+    if train_step is not None and newest > <int64_t> train_step - 1:
+        raise ValueError(
+            f"model step {newest} is in the future of train_step {train_step}, whose newest weights are of step "
+            f"{train_step - 1}; pass the step the group is produced for, at least {newest + 1}"
+        )
+    member.oldest = summary.oldest
+    member.newest_trainable = summary.newest_trainable
+    member.others = tokens - summary.model
+    return member

@@ -1,0 +1,236 @@
+"""How a run looks: a live panel on a terminal, plain lines elsewhere; then one response and the report."""
+
+import asyncio
+import textwrap
+import time
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+from pystale.demo.record import Record, Response
+from pystale.demo.report import progress, report, share, spread
+from pystale.demo.run import run
+from pystale.demo.settings import Settings
+
+__all__ = ["LiveDisplay", "PlainDisplay", "show"]
+
+WIDTH = 92
+INTERRUPTED = 130
+SPARKS = "▁▂▃▄▅▆▇█"
+AGES = ("green", "yellow", "red", "magenta")
+VERSIONS = ("cyan", "magenta", "yellow", "green", "blue")
+
+
+def show(settings: Settings) -> int:
+    """Run with a display that suits standard output; returns the exit code, 130 if interrupted.
+
+    Raises
+    ------
+    ValueError
+        For a setting out of range, before anything has started.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy, buffer = settings.build()
+    console = Console(highlight=False)
+    fancy = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    display: LiveDisplay | PlainDisplay = LiveDisplay(console) if fancy else PlainDisplay()
+    for message in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+        display.note(message)
+    # One thread for linear algebra: with products this small a second one only costs time, and the bits of a run would
+    # depend on the machine.
+    with threadpool_limits(limits=1, user_api="blas"), display:
+        record, interrupted = asyncio.run(run(settings, strategy, buffer, display))
+    display.finish(record, interrupted)
+    return INTERRUPTED if interrupted else 0
+
+
+class PlainDisplay:
+    """Lines for a file or a pipe: one every twentieth of the run."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        """Something to know before it starts."""
+        print(f"note: {message}", flush=True)
+
+    def update(self, record: Record) -> None:
+        """See :class:`~pystale.demo.run.Display`."""
+        if not record.steps:
+            if not record.pretrained:
+                print("teaching a base model to count, with slips and without an idea where to stop", flush=True)
+            return
+        if (twentieth := record.steps * 20 // record.settings.steps) > self._shown:
+            self._shown = twentieth
+            print(progress(record), flush=True)
+
+    def finish(self, record: Record, interrupted: bool) -> None:
+        """A response and the report."""
+        print()
+        for line in response_lines(record.sample):
+            print(line)
+        print()
+        if interrupted:
+            print(f"interrupted after {record.steps} of {record.settings.steps} steps")
+        for label, value in report(record):
+            print(f"{label:<22}{value}")
+
+
+class LiveDisplay:
+    """A panel that is redrawn as the run goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._drawn = 0.0
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def note(self, message: str) -> None:
+        """Something to know before it starts."""
+        self._console.print(Text.assemble(("note ", "bold yellow"), message))
+
+    def update(self, record: Record) -> None:
+        """See :class:`~pystale.demo.run.Display`."""
+        now = time.perf_counter()
+        if now - self._drawn >= 0.1:
+            self._drawn = now
+            self._live.update(panel(record), refresh=True)
+
+    def finish(self, record: Record, interrupted: bool) -> None:
+        """A response and the report."""
+        console, width = self._console, min(self._console.width, WIDTH)
+        if console.no_color or record.sample is None:
+            console.print(Group(*map(Text, response_lines(record.sample))))
+        else:
+            console.print(response_panel(record.sample), width=width)
+        rows = _grid()
+        if interrupted:
+            rows.add_row("interrupted", Text(f"after {record.steps} of {record.settings.steps} steps", "bold yellow"))
+        if record.steps > 1:
+            rows.add_row("reward", _curve(record))
+        for label, value in report(record):
+            rows.add_row("" if label == "reward" and record.steps > 1 else label, value)
+        console.print(Panel(rows, title="report", title_align="left", border_style="dim"), width=width)
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column()
+    return grid
+
+
+def panel(record: Record) -> Panel:
+    """The live panel."""
+    rows = _grid()
+    settings = record.settings
+    if not record.steps:
+        bar = ProgressBar(total=1, completed=record.pretrained, width=40)
+        rows.add_row("base model", bar)
+        rows.add_row("", Text("learns to count, with slips, without an idea where to stop", "dim"))
+    else:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=settings.steps, completed=record.steps, width=40),
+            f"{record.steps}/{settings.steps}",
+            Text(f"{record.seconds:.0f} s", "dim"),
+        )
+        rows.add_row("step", head)
+        rows.add_row("reward", _curve(record))
+        rows.add_row("staleness", _ages(record))
+        rows.add_row("versions", spread(record.versions))
+        rows.add_row(
+            "tokens",
+            f"{share(record.masked, 1)} masked as stale, "
+            f"{record.generated_tokens / max(record.generation_s, 1e-9) / 1e3:,.0f}k generated per second",
+        )
+        rows.add_row(
+            "groups",
+            f"{record.groups_expired:,} expired, {record.groups_rerolled:,} re-rolled, "
+            f"{record.groups_continued:,} continued",
+        )
+        rows.add_row("refresh", f"{np.median(record.refresh_us):.0f} µs")
+    return Panel(
+        rows,
+        title="[bold]pystale demo[/]  asynchronous GRPO, counting from a to b",
+        title_align="left",
+        subtitle="Ctrl-C ends it",
+        subtitle_align="right",
+        border_style="dim",
+        width=WIDTH,
+    )
+
+
+def _curve(record: Record, columns: int = 48) -> Text:
+    """Rewards so far as a line of blocks, on a scale of 0 to 1, and the mean of the last twentieth."""
+    parts = np.array_split(np.array(record.rewards), min(columns, record.steps))
+    blocks = "".join(SPARKS[min(int(part.mean() * len(SPARKS)), len(SPARKS) - 1)] for part in parts)
+    recent = float(np.mean(record.rewards[-max(record.settings.steps // 20, 1) :]))
+    return Text.assemble((blocks, "green"), f"  {recent:.2f}")
+
+
+def _ages(record: Record, columns: int = 40) -> Text:
+    """Responses by staleness when taken, as one bar in parts."""
+    line, total = Text(), sum(record.staleness.values())
+    ages = sorted(record.staleness)
+    for i, age in enumerate(ages):
+        line.append("█" * round(columns * record.staleness[age] / total), AGES[min(i, len(AGES) - 1)])
+    for i, age in enumerate(ages):
+        line.append(f"  {age}", AGES[min(i, len(AGES) - 1)])
+        line.append(f" {100 * record.staleness[age] / total:.0f} %")
+    return line
+
+
+def _heading(response: Response) -> str:
+    versions = len({stretch.model_step for stretch in response.stretches})
+    first, last = response.prompt[:2], response.prompt[2:]
+    return (
+        f"from {first} to {last}: {response.tokens} tokens by {versions} versions of the policy, "
+        f"trained at step {response.train_step}, reward {response.reward:.2f}"
+    )
+
+
+def response_panel(response: Response) -> Panel:
+    """A response coloured by the model step that wrote it, grey where the mask left it out of the loss."""
+    body, legend = Text(), Text("\nmodel step ")
+    colours: dict[int, str] = {}
+    for stretch in response.stretches:
+        colour = colours.setdefault(stretch.model_step, VERSIONS[len(colours) % len(VERSIONS)])
+        body.append(stretch.characters, colour if stretch.trained else "grey50")
+        legend.append(f"  {stretch.model_step}", colour)
+        if not stretch.trained:
+            legend.append(" (stale when trained, masked: grey)", "grey50")
+    return Panel(Group(body, legend), title=_heading(response), title_align="left", border_style="dim")
+
+
+def response_lines(response: Response | None) -> Sequence[str]:
+    """The same in plain text: a line, or more, for each model step."""
+    if response is None:
+        return ["no response with tokens of several versions was trained"]
+    lines = [_heading(response)]
+    for stretch in response.stretches:
+        label = f"  model step {stretch.model_step:<5}{'trained' if stretch.trained else 'masked'}  "
+        lines += textwrap.wrap(
+            stretch.characters.strip(), WIDTH, initial_indent=f"{label:<28}", subsequent_indent=" " * 28
+        )
+    return lines

@@ -1,0 +1,117 @@
+"""What is remembered of a run; everything shown on the way and at the end is read from here."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pystale import RolloutState
+from pystale.demo.settings import Settings
+from pystale.demo.task import MAX_TOKENS, text
+
+__all__ = ["Record", "Response", "Stretch"]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Part of a response that one model step wrote."""
+
+    model_step: int
+    trained: bool  # False: the effective mask left it out of the loss
+    characters: str
+
+
+@dataclass(frozen=True)
+class Response:
+    """A trained response, as it is shown."""
+
+    train_step: int
+    prompt: str
+    reward: float
+    stretches: list[Stretch]
+
+    @classmethod
+    def of(cls, state: RolloutState, train_step: int) -> "Response":
+        """Copy of what a state says after it was taken for training."""
+        ids, mask, steps = _per_token(state)
+        stretches, start = [], 0
+        for model_step, count in steps.runs():
+            stretches.append(Stretch(model_step, bool(mask[start]), text(ids[start : start + count])))
+            start += count
+        return cls(train_step, text(state.prompt_ids), float(state.reward), stretches)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the response."""
+        return sum(len(stretch.characters) for stretch in self.stretches)
+
+
+@dataclass
+class Record:
+    """Counts and times of a run so far."""
+
+    settings: Settings
+    began: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+    pretrained: float = 0.0  # share of the supervised start that is done
+    rewards: list[float] = field(default_factory=list)  # mean of the batch, one per trainer step
+    tokens: int = 0  # response tokens of the batches taken for training
+    trainable_tokens: int = 0  # of these, tokens in the loss
+    staleness: Counter[int] = field(default_factory=Counter)  # responses by seq_staleness when taken
+    versions: Counter[int] = field(default_factory=Counter)  # responses by number of model steps
+    groups_expired: int = 0
+    groups_rerolled: int = 0
+    groups_continued: int = 0
+    generated_tokens: int = 0
+    generation_s: float = 0.0
+    refresh_us: list[float] = field(default_factory=list)
+    longest_gap_ms: float = 0.0
+    ledger: dict[str, Any] = field(default_factory=dict)
+    sample: Response | None = None
+    _best: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Trainer steps done."""
+        return len(self.rewards)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time."""
+        return (time.perf_counter() if self.ended is None else self.ended) - self.began
+
+    @property
+    def masked(self) -> float:
+        """Share of the tokens of trained batches that the effective mask left out."""
+        return 1 - self.trainable_tokens / max(self.tokens, 1)
+
+    def tenths(self) -> tuple[float, float] | None:
+        """Mean reward of the first and the last tenth of the steps; None where a tenth is too few steps to compare."""
+        tenth = self.steps // 10
+        return (float(np.mean(self.rewards[:tenth])), float(np.mean(self.rewards[-tenth:]))) if tenth >= 5 else None
+
+    def add_batch(self, groups: Sequence[Sequence[RolloutState]], trainable_tokens: int, train_step: int) -> None:
+        """Count a batch that was taken for training."""
+        members = [member for group in groups for member in group]
+        self.rewards.append(float(np.mean([member.reward for member in members])))
+        self.trainable_tokens += trainable_tokens
+        for member in members:
+            ids, mask, steps = _per_token(member)
+            versions = len(steps.runs())
+            self.tokens += len(ids)
+            self.staleness[member.seq_staleness] += 1
+            self.versions[versions] += 1
+            # Worth showing: several versions, a masked part, long, right, and late in the run.
+            worth = min(versions, 4) + (not mask.all()) + len(ids) / MAX_TOKENS + 2 * float(member.reward)
+            if versions > 1 and worth >= self._best:
+                self._best, self.sample = worth, Response.of(member, train_step)
+
+
+def _per_token(state: RolloutState) -> tuple[Any, Any, Any]:
+    """Ids, mask and steps of a response."""
+    ids: Any = state.response_ids
+    mask: Any = np.ones(len(ids)) if state.response_mask is None else state.response_mask
+    return ids, np.asarray(mask) != 0, state.response_model_steps

@@ -1,0 +1,76 @@
+"""The report at the end of a run, and the figures shown on the way, as text."""
+
+from collections import Counter
+
+import numpy as np
+
+from pystale.demo.record import Record
+
+__all__ = ["outcome", "progress", "report", "share"]
+
+
+def share(part: float, whole: float) -> str:
+    """Percentage, with one decimal."""
+    return f"{100 * part / whole if whole else 0:.1f} %"
+
+
+def spread(counts: "Counter[int]", largest: int = 3) -> str:
+    """Shares of a histogram, with all from `largest` on in one: ``0: 71.0 %  1: 22.0 %  3+: 7.0 %``."""
+    total = sum(counts.values())
+    bins: Counter[str] = Counter()
+    for value, count in sorted(counts.items()):
+        bins[str(value) if value < largest else f"{largest}+"] += count
+    return "   ".join(f"{value}: {share(count, total)}" for value, count in bins.items())
+
+
+def progress(record: Record) -> str:
+    """One line about the run so far."""
+    recent = record.rewards[-max(record.settings.steps // 20, 1) :]
+    width = len(str(record.settings.steps))
+    return (
+        f"step {record.steps:{width}}/{record.settings.steps}  reward {np.mean(recent):.2f}  "
+        f"masked {share(record.masked, 1):>6}  expired {record.groups_expired}  rerolled {record.groups_rerolled}  "
+        f"refresh {np.median(record.refresh_us):.0f} us  {record.seconds:.1f} s"
+    )
+
+
+def outcome(record: Record) -> str:
+    """What became of the reward, with no claim where there is too little to compare."""
+    tenths = record.tenths()
+    if tenths is None:
+        return f"mean {np.mean(record.rewards):.3f}" if record.steps else "no step was trained"
+    first, last = tenths
+    return f"first tenth {first:.3f} -> last tenth {last:.3f} ({last / max(first, 1e-9):.1f}x)"
+
+
+def report(record: Record) -> list[tuple[str, str]]:
+    """Lines of the report: what, and its figures."""
+    rows = [("reward", outcome(record))]
+    if not record.ledger:
+        return [*rows, ("time", f"{record.seconds:.1f} s")]
+    ledger = record.ledger
+    produced = ledger["produced"]
+    uses = [("trained", ledger["trained"]), ("masked as stale", ledger["masked_stale"])]
+    uses += [("masked by the task", ledger["masked_semantic"])] if ledger["masked_semantic"] else []
+    uses += [(f"discarded, {reason}", count) for reason, count in sorted(ledger["discarded"].items())]
+    uses += [("still in the buffer", ledger["stored"]), ("in flight", ledger["in_flight"])]
+    accounted = sum(count for _, count in uses)
+    per_second = record.generated_tokens / max(record.generation_s, 1e-9)
+    rows.append(("tokens generated", f"{produced:>11,}   {per_second:,.0f} per second while generating"))
+    rows += [("  " + use, f"{count:>11,} {share(count, produced):>8}") for use, count in uses]
+    rows.append(("  sum", f"{accounted:>11,}   {'balances' if accounted == produced else 'DOES NOT BALANCE'}"))
+    if record.staleness:
+        rows.append(("staleness when taken", spread(record.staleness) + "   (responses, by oldest token)"))
+        rows.append(("versions per response", spread(record.versions)))
+    rows.append(
+        (
+            "groups",
+            f"{record.groups_expired:,} expired, {record.groups_rerolled:,} re-rolled, "
+            f"{record.groups_continued:,} continued",
+        )
+    )
+    p50, p99 = np.percentile(record.refresh_us, [50, 99])
+    rows.append(("refresh", f"p50 {p50:.1f} us, p99 {p99:.1f} us, max {max(record.refresh_us):.1f} us"))
+    rows.append(("longest loop gap", f"{record.longest_gap_ms:.1f} ms"))
+    rows.append(("time", f"{record.seconds:.1f} s"))
+    return rows

@@ -1,0 +1,91 @@
+"""Agent loop and sampler: what connects the engine to the producer."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from pystale import ModelSteps, ReplayBuffer, RolloutState, Status
+from pystale.demo.engine import Engine, Generation, Request
+from pystale.demo.task import MAX_TOKENS, reward, sample_prompt, text
+from pystale.sampler import PromptSampler
+
+__all__ = ["CountingAgentLoop", "CountingSampler"]
+
+
+class CountingAgentLoop:
+    """Generates the members of a group that are not COMPLETED, and rewards those that finish.
+
+    Parameters
+    ----------
+    engine : Engine
+        Where the tokens come from.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool) -> list[RolloutState]:
+        """Generate until every member is COMPLETED or the engine is paused; an aborted one keeps what it has.
+
+        A cancelled call leaves its members ABORTED, with the tokens they have.
+        """
+        running: list[tuple[RolloutState, Request]] = []
+        for member in group:
+            if member.status is Status.COMPLETED:
+                continue
+            if not enable_partial_rollout or member.response_ids is None or not len(member.response_ids):
+                member.response_ids = np.empty(0, dtype=np.uint8)
+                member.logprobs = np.empty(0, dtype=np.float32)
+                member.response_model_steps = ModelSteps()
+            budget = MAX_TOKENS - len(member.response_ids)
+            running.append((member, self._engine.submit(member.prompt_ids, member.response_ids, budget)))
+        try:
+            if running:
+                await asyncio.wait([request.done for _, request in running])
+        except asyncio.CancelledError:
+            self._engine.abort(request for _, request in running)
+            raise
+        finally:
+            for member, request in running:
+                _extend(member, request.done.result())
+        return group
+
+    async def pause(self) -> None:
+        """Abort what runs."""
+        self._engine.pause()
+
+
+def _extend(member: RolloutState, new: Generation) -> None:
+    """Append what a request brought; a finished response gets its reward."""
+    member.response_ids = np.concatenate([member.response_ids, new.token_ids])
+    member.logprobs = np.concatenate([member.logprobs, new.logprobs])
+    steps = ModelSteps.from_list(member.response_model_steps)
+    for step, count in new.model_steps.runs():
+        steps.append(step, count)
+    member.response_model_steps = steps
+    member.finish_reason = new.finish_reason
+    member.status = Status.from_finish_reason(new.finish_reason)
+    if member.status is Status.COMPLETED:
+        member.response = text(member.response_ids)
+        member.reward = reward(member.prompt_ids, member.response_ids)
+
+
+class CountingSampler(PromptSampler):
+    """A :class:`~pystale.PromptSampler` that counts its groups by the pool they come from (INIT: a new prompt)."""
+
+    def __init__(self, buffer: ReplayBuffer, group_size: int, rng: np.random.Generator) -> None:
+        super().__init__((sample_prompt(rng) for _ in itertools.count()), buffer, group_size)
+        self.drawn: Counter[Status] = Counter()
+
+    async def sample(self, task_name: str, statuses: Sequence[Status]) -> list[RolloutState]:
+        """A group of the first of these pools that has one, to be continued or generated anew; else of a new prompt."""
+        for status in statuses:
+            groups = await self.buffer.get(1, task_name, status)
+            if groups:
+                self.drawn[status] += 1
+                return groups[0]
+        self.drawn[Status.INIT] += 1
+        return await super().sample(task_name, ())

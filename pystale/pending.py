@@ -1,0 +1,140 @@
+"""Work that runs in tasks of its own until somebody claims it back."""
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Generic, TypeVar
+
+__all__ = ["PendingTasks", "resolved", "to_the_end"]
+
+T = TypeVar("T")
+Work = TypeVar("Work")
+
+
+async def resolved(value: Awaitable[T] | T) -> T:
+    """`value`, awaited where it is awaitable: what a plain or an async function returned."""
+    if inspect.isawaitable(value):
+        return await value
+    return value
+
+
+async def ended(task: "asyncio.Future[Any]") -> asyncio.CancelledError | None:
+    """Wait until `task` is done, whatever happens to the caller.
+
+    Returns
+    -------
+    CancelledError or None
+        The cancellation that reached the caller meanwhile, and that it now owes an answer.
+    """
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` without letting a cancellation into it; the cancellation is raised once `work` is done.
+
+    For steps that must not be left half done, such as putting a finished group into a buffer.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled = await ended(task)
+    if cancelled is None:
+        return task.result()
+    raise cancelled from (None if task.cancelled() else task.exception())
+
+
+class PendingTasks(Generic[Work]):
+    """Pieces of work that run, and those that are done and wait to be claimed.
+
+    Every piece scheduled is claimed exactly once, by whoever asks first after its task has ended: by itself, with an
+    exception, or cancelled. No method but :meth:`wait` awaits, so that nothing can come between looking and taking.
+    Not thread-safe: it belongs to one event loop.
+
+    Examples
+    --------
+    >>> async def main():
+    ...     pending = PendingTasks()
+    ...     pending.schedule("a", asyncio.sleep(0))
+    ...     await pending.wait()
+    ...     return pending.claim(), pending.claim()
+    >>> asyncio.run(main())
+    ('a', None)
+    """
+
+    __slots__ = ("_done", "_running", "_waiters")
+
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[None], Work] = {}
+        self._done: deque[Work] = deque()
+        self._waiters: dict[asyncio.Future[None], None] = {}
+
+    def __len__(self) -> int:
+        """Pieces scheduled and not claimed."""
+        return len(self._running) + len(self._done)
+
+    def schedule(self, work: Work, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run `coroutine` in a task; `work` can be claimed once the task is done.
+
+        The coroutine writes what came of it into `work`. What it raises is dropped.
+        """
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._running[task] = work
+        # A callback, and not asyncio.wait over all tasks: that costs every task pending at every wait, and forgets
+        # the order in which they ended.
+        task.add_done_callback(self._end)
+
+    def claim(self) -> Work | None:
+        """The piece that has been done for longest, None when none is."""
+        return self._done.popleft() if self._done else None
+
+    async def wait(self, timeout: float | None = None) -> None:
+        """Until a piece can be claimed, nothing is pending, or `timeout` seconds have passed.
+
+        Cancelling a wait takes nothing along.
+        """
+        if self._done or not self._running:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = None
+        try:
+            # Not asyncio.wait_for, which before Python 3.12 can swallow a cancellation.
+            await asyncio.wait((waiter,), timeout=timeout)
+        finally:
+            self._waiters.pop(waiter, None)
+
+    def cancel(self) -> None:
+        """Ask every task that runs to end. Its work is still to be claimed."""
+        for task in list(self._running):
+            task.cancel()
+
+    def abandon(self) -> list[Work]:
+        """Give up on the tasks that run: their work can be claimed now, and they end unheard.
+
+        Returns
+        -------
+        list
+            That work, in the order it was scheduled.
+        """
+        works = list(self._running.values())
+        self._running.clear()
+        self._done.extend(works)
+        self._wake()
+        return works
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio reports an exception nobody retrieved
+        if task in self._running:
+            self._done.append(self._running.pop(task))
+            self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()

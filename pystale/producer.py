@@ -1,0 +1,260 @@
+"""Producing groups for training: what to generate, how much of it, when to stop, and what becomes of the results.
+
+The colocated producer works in rounds. A round draws groups, has an agent loop generate them all at once, puts what
+comes back into the buffer, and ends when the buffer holds a batch; what is still running then is paused, and put as far
+as it got. Generation and training alternate, so no work outlives a round.
+"""
+
+import math
+import warnings
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pystale.buffer import ReplayBuffer
+from pystale.production import ProduceReport, Round, ShouldContinue, oversampled, pools_to_draw_from
+from pystale.rollout import AgentLoop, IsValidSample
+from pystale.sampler import Sampler
+from pystale.staleness import StalenessRule, checked_int
+from pystale.state import Status
+
+__all__ = ["AsyncProduceStrategy", "AsyncProduceStrategyConfig"]
+
+
+class AsyncProduceStrategyConfig(BaseModel):
+    """Settings of the colocated asynchronous producer.
+
+    Parameters
+    ----------
+    over_sample_threshold : float, default 0.0
+        Share of the batch to generate on top of it, so that a round need not wait for its slowest groups. The product
+        with the batch size is exact and rounded up. Surplus groups stay in the buffer for the next round.
+    enable_partial_rollout : bool, default False
+        Continue aborted responses from the tokens they have, instead of from their prompt.
+    max_staleness, max_token_staleness, spare_aborted
+        See :class:`~pystale.StalenessRule`.
+    tail_batch_trigger_size : int, default -1
+        -1: expired groups are discarded for good. 0: they are generated anew at once, first in line. N > 0: when at
+        least N of them wait at the start of a round, the round draws them first and does not oversample.
+    max_rerolls : int, optional
+        Re-rollouts after which a group that expires again is discarded.
+    max_retries : int, default 3
+        How often a group is tried again after ``generate_group`` raised, before it is FAILED.
+    is_valid_sample_fn : callable, optional
+        ``is_valid_sample_fn(group) -> bool``, plain or async, asked of every COMPLETED group that comes back. False:
+        the group is FILTERED, which means released and counted instead of stored.
+    should_continue_fn : callable, optional
+        ``should_continue_fn(completed_count, batch_size, **kwargs) -> bool``, plain or async. By default a round goes
+        on while ``completed_count < batch_size``.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        A ValueError, for an unknown key, a value of another type (a bool is no int), NaN, or a bound passed.
+
+    Examples
+    --------
+    >>> config = AsyncProduceStrategyConfig(max_staleness=2, max_token_staleness=0, tail_batch_trigger_size=0)
+    >>> config.build(sync_weights_interval=2).stale_threshold
+    6
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    enable_partial_rollout: bool = False
+    max_staleness: int = Field(default=0, ge=0, lt=2**63)
+    max_token_staleness: int | None = Field(default=None, ge=0, lt=2**63)
+    tail_batch_trigger_size: int = Field(default=-1, ge=-1, lt=2**63)
+    spare_aborted: bool = False
+    max_rerolls: int | None = Field(default=None, ge=0, lt=2**63)
+    max_retries: int = Field(default=3, ge=0, lt=2**63)
+    is_valid_sample_fn: IsValidSample | None = None
+    should_continue_fn: ShouldContinue | None = None
+
+    def build(
+        self, sync_weights_interval: int = 1, *, pause_repeat_s: float = 3.0, pause_limit_s: float = 60.0
+    ) -> "AsyncProduceStrategy":
+        """Strategy for weights that are published every `sync_weights_interval` trainer steps.
+
+        Parameters
+        ----------
+        sync_weights_interval : int, default 1
+            Trainer steps between two publications.
+        pause_repeat_s : float, default 3.0
+            Seconds after which a request to pause is repeated while groups are still running.
+        pause_limit_s : float, default 60.0
+            Seconds after the first request when groups still running are cancelled. After that long again, those that
+            have not even ended then are given up as FAILED.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a number is out of range.
+
+        Warns
+        -----
+        UserWarning
+            Where the settings throw more away than one would expect; see :class:`AsyncProduceStrategy`.
+        """
+        return AsyncProduceStrategy(self, sync_weights_interval, pause_repeat_s, pause_limit_s)
+
+
+class AsyncProduceStrategy:
+    """The colocated asynchronous producer; made by :meth:`AsyncProduceStrategyConfig.build`.
+
+    It holds no state between rounds, so one strategy may serve rounds of several tasks at once.
+
+    Attributes
+    ----------
+    config : AsyncProduceStrategyConfig
+    rule : StalenessRule
+    stale_threshold, token_stale_threshold, tail_batch_trigger_size, max_rerolls
+        What a buffer must agree on.
+    pause_repeat_s, pause_limit_s : float
+        See :meth:`AsyncProduceStrategyConfig.build`.
+
+    Warns
+    -----
+    UserWarning
+        If expired groups are discarded though the token rule is on, or if every aborted response is reset at the next
+        weight sync though partial rollout is on.
+    """
+
+    def __init__(
+        self,
+        config: AsyncProduceStrategyConfig,
+        sync_weights_interval: int,
+        pause_repeat_s: float,
+        pause_limit_s: float,
+    ) -> None:
+        self.config = config
+        self.rule = StalenessRule(
+            max_staleness=config.max_staleness,
+            max_token_staleness=config.max_token_staleness,
+            sync_weights_interval=sync_weights_interval,
+            spare_aborted=config.spare_aborted,
+        )
+        self.stale_threshold = self.rule.stale_threshold
+        self.token_stale_threshold = self.rule.token_stale_threshold
+        self.tail_batch_trigger_size = config.tail_batch_trigger_size
+        self.max_rerolls = config.max_rerolls
+        self.pause_repeat_s = _checked_seconds("pause_repeat_s", pause_repeat_s)
+        self.pause_limit_s = _checked_seconds("pause_limit_s", pause_limit_s)
+        if self.token_stale_threshold is not None and config.tail_batch_trigger_size < 0:
+            warnings.warn(
+                f"tail_batch_trigger_size=-1 with max_token_staleness={config.max_token_staleness}: a group is "
+                "discarded for good, fresh members too, as soon as one member has no trainable token left; 0 or more "
+                "has it generated anew",
+                stacklevel=3,
+            )
+        if config.max_token_staleness == 0 and config.enable_partial_rollout and not config.spare_aborted:
+            warnings.warn(
+                "max_token_staleness=0 with enable_partial_rollout: every aborted response is reset at the next "
+                "weight sync, since it has no fresh token then, so partial rollout saves nothing; spare_aborted=True "
+                "or a larger max_token_staleness keeps it",
+                stacklevel=3,
+            )
+
+    async def produce_batch(
+        self,
+        *,
+        agent_loop: AgentLoop,
+        sampler: Sampler,
+        buffer: ReplayBuffer,
+        batch_size: int,
+        task_name: str,
+        train_step: int,
+        model_step: int,
+    ) -> ProduceReport:
+        """Generate until `buffer` holds `batch_size` COMPLETED groups of the task, then pause what is running.
+
+        The buffer is refreshed at `train_step` first. Every group drawn is in the buffer afterwards, or was counted as
+        failed, filtered or expired. If the round is cancelled, its tasks are too; what they have generated is put as
+        ABORTED before the cancellation goes on.
+
+        Parameters
+        ----------
+        agent_loop : AgentLoop
+            Generates groups.
+        sampler : Sampler
+            Draws groups.
+        buffer : ReplayBuffer
+            Takes groups. Rule, tail batch trigger and bound on re-rollouts must be the strategy's.
+        batch_size : int
+            Groups wanted in the buffer, those already there included.
+        task_name : str
+            Task of the buffer.
+        train_step : int
+            Trainer step that will consume the batch, from 1.
+        model_step : int
+            Trainer step whose weights are served; stamped on tokens that come back without a step.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument out of range, a buffer whose settings differ, or weights so old that all they generate
+            would expire at once. Nothing has started then.
+        PromptsExhausted
+            If prompts run out before the batch is there, and nothing is left that could be generated anew.
+        ProductionStalled
+            If groups keep failing, or coming back without anything in them.
+        """
+        batch_size = checked_int("batch_size", batch_size, at_least=1)
+        self._check_steps(train_step, model_step)
+        self._check_buffer(buffer, task_name)
+        report = ProduceReport(task_name, batch_size, train_step, model_step)
+        report.refreshed = (await buffer.refresh_staleness(train_step)).get(task_name, 0)
+        pools, report.tail_batch = pools_to_draw_from(
+            self.tail_batch_trigger_size, await buffer.count(task_name, Status.EXPIRED)
+        )
+        over_sample_threshold = 0.0 if report.tail_batch else self.config.over_sample_threshold
+        report.scheduled = oversampled(batch_size, over_sample_threshold, batch_size)
+        await Round(
+            agent_loop=agent_loop,
+            sampler=sampler,
+            buffer=buffer,
+            pools=pools,
+            settings=self.config,
+            pause_repeat_s=self.pause_repeat_s,
+            pause_limit_s=self.pause_limit_s,
+            report=report,
+        ).run()
+        return report
+
+    def _check_steps(self, train_step: int, model_step: int) -> None:
+        checked_int("train_step", train_step, at_least=1)
+        checked_int("model_step", model_step, at_least=0)
+        if model_step > train_step - 1:
+            raise ValueError(
+                f"model_step={model_step} is in the future of train_step={train_step}, whose newest weights are of "
+                f"step {train_step - 1}"
+            )
+        if train_step - model_step - 1 >= self.stale_threshold:
+            raise ValueError(
+                f"weights of model_step={model_step} are {train_step - model_step - 1} steps old at "
+                f"train_step={train_step}, and the rule keeps less than {self.stale_threshold}: all they generate "
+                "would expire at once; publish newer weights first"
+            )
+
+    def _check_buffer(self, buffer: ReplayBuffer, task_name: str) -> None:
+        rule = buffer.rule(task_name)
+        for name, own, theirs in (
+            ("stale_threshold", self.stale_threshold, rule.stale_threshold),
+            ("token_stale_threshold", self.token_stale_threshold, rule.token_stale_threshold),
+            ("spare_aborted", self.rule.spare_aborted, rule.spare_aborted),
+            ("tail_batch_trigger_size", self.tail_batch_trigger_size, buffer.tail_batch_trigger_size(task_name)),
+            ("max_rerolls", self.max_rerolls, buffer.max_rerolls),
+        ):
+            if own != theirs:
+                raise ValueError(
+                    f"{name} of task {task_name!r} is {theirs} in the buffer and {own} in the strategy; build both "
+                    "from the same settings"
+                )
+
+
+def _checked_seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive, finite number of seconds, got {value}")
+    return value
