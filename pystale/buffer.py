@@ -80,7 +80,6 @@ class ReplayBuffer:
         Examples
         --------
         >>> import asyncio
-    import contextlib
         >>> from pystale import ReplayBuffer, RolloutState, StalenessRule, Status
         >>> async def main():
         ...     buffer = ReplayBuffer(StalenessRule(max_staleness=1, max_token_staleness=0), tail_batch_trigger_size=0)
