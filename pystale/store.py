@@ -164,17 +164,19 @@ class Store:
         Status
             Pool it is stored in; EXPIRED without being stored where expired groups are not retried.
         """
-        name = (arriving.task_name, arriving.group_id)
-        if arriving.group_id is not None and name in self.numbers:
+        # Read again: another thread may have put the same states since, and given them their id.
+        group_id = getattr(arriving.states[0], "group_id", arriving.group_id)
+        name = (arriving.task_name, group_id)
+        if group_id is not None and name in self.numbers:
             raise ValueError(
-                f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored already; "
+                f"group {group_id!r} of task {arriving.task_name!r} is stored already; "
                 "take it out before putting it again"
             )
         ticket = self.tickets.pop(name, None)
         status = group_status(arriving.statuses)
         record = self.record(
             arriving,
-            self._own_group_id() if arriving.group_id is None else arriving.group_id,
+            self._own_group_id() if group_id is None else group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
@@ -185,7 +187,7 @@ class Store:
         for state, steps in zip(arriving.states, arriving.steps, strict=True):
             if steps is not state.response_model_steps:
                 state.response_model_steps = steps
-            if arriving.group_id is None and hasattr(state, "group_id"):
+            if group_id is None and hasattr(state, "group_id"):
                 state.group_id = record.group_id
             if getattr(state, "task_name", arriving.task_name) is None:
                 state.task_name = arriving.task_name

@@ -1,5 +1,8 @@
 """The buffer's life cycle, taking and ordering, through its blocking calls."""
 
+import gc
+import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -732,3 +735,30 @@ def test_model_steps_serve_as_steps_everywhere():
     b.put([member], model_step=7, train_step=8)
     assert member.response_model_steps.runs() == [(5, 3), (7, 3)]
     assert b.take_train_batch({"default": 1}, train_step=8).trainable_tokens == 3
+
+
+# Cost
+
+
+@pytest.mark.parametrize("groups", [10, 2_000])
+def test_a_refresh_with_nothing_due_allocates_nothing_that_grows(groups):
+    """Neither with the groups stored nor with their tokens: a byte per group or token would show."""
+    b = buffer(9, 4)
+    steps = [5] * 500
+    for _ in range(groups):
+        b.put([RolloutState(response_ids=steps, response_model_steps=steps, status=C)], train_step=6)
+    b.refresh_staleness(7)
+    gc.collect()
+    gc.disable()
+    try:
+        tracemalloc.start()
+        blocks = sys.getallocatedblocks()
+        for _ in range(10):
+            b.refresh_staleness(7)
+        grown = sys.getallocatedblocks() - blocks
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert grown < 32
+    assert peak < 4096

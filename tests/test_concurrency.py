@@ -158,6 +158,28 @@ def test_many_threads_share_a_buffer_without_losing_or_doubling_a_group():
     assert len(buffer) == 0
 
 
+def test_one_group_put_by_many_threads_is_stored_once():
+    for _ in range(20):
+        buffer, members, refused = make(), group([5] * 2000), []
+        start = threading.Barrier(4)
+
+        def put(buffer=buffer, members=members, refused=refused, start=start):
+            start.wait(GUARD)
+            try:
+                buffer.sync.put(members, train_step=6)
+            except ValueError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=put) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(GUARD)
+        assert len(buffer) == 1
+        assert len(refused) == 3
+        assert all("stored already" in words for words in refused)
+
+
 def test_two_event_loops_share_a_buffer():
     buffer, counts = make(rule=StalenessRule(50, 0)), []
 
