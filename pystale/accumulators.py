@@ -198,7 +198,7 @@ class Histogram:
         if not 0 <= q <= 100:
             raise ValueError(f"q must be between 0 and 100 percent, got {q}")
         # As the fraction it was written as: 0.55 * count in floats can pass an occurrence it should stop at.
-        needed = Fraction(repr(q) if isinstance(q, float) else q) * self.count / 100
+        needed = (Fraction(q) if isinstance(q, int) else Fraction(repr(float(q)))) * self.count / 100
         seen = 0
         for value in sorted(self.counts):
             seen += self.counts[value]

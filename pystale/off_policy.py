@@ -50,7 +50,7 @@ class OffPolicyAccumulator:
     trained_tokens, masked_stale_tokens : int
         From ledgers: tokens that entered the loss, and those kept out of it for their age alone.
     evicted : int
-        Groups that were reset or thrown away because they had expired.
+        Groups that lost responses because they had expired.
     evicted_staleness : Tally
         Staleness of their oldest token, where it has a version.
 
@@ -236,7 +236,8 @@ class OffPolicyAccumulator:
         """Add the groups that expired among what a buffer's `on_release` was called with.
 
         States are taken together by task and ``group_id`` (those without one are groups of their own); a group counts
-        once, with the staleness of the oldest token that any of them lost. States that were not released for their age
+        once, with the staleness of the oldest token that any of them lost. A group that waits for its re-rollout counts
+        again in a later call, when members expire that were fresh before. States that were not released for their age
         (FAILED, FILTERED) are passed over.
 
         Parameters
