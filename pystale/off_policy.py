@@ -130,17 +130,18 @@ class OffPolicyAccumulator:
             For steps that are not integers, arrays of different lengths, or a row whose minimum exceeds its maximum.
         """
         train_step = checked_int("train_step", train_step, at_least=1)
-        oldest, newest = _steps("min_model_step", min_model_step), _steps("max_model_step", max_model_step)
-        if oldest.shape != newest.shape:
-            raise ValueError(f"min_model_step has {oldest.size} entries, max_model_step has {newest.size}")
-        real: NDArray[np.bool_] = np.ones(oldest.shape, dtype=bool)
+        low, high = _rows("min_model_step", min_model_step), _rows("max_model_step", max_model_step)
+        if low.shape != high.shape:
+            raise ValueError(f"min_model_step has {low.size} entries, max_model_step has {high.size}")
+        real: NDArray[np.bool_] = np.ones(low.shape, dtype=bool)
         if padding_mask is not None:
             padding = np.asarray(padding_mask)
-            if padding.shape != oldest.shape:
-                raise ValueError(f"padding_mask has shape {padding.shape}, min_model_step has {oldest.shape}")
+            if padding.shape != low.shape:
+                raise ValueError(f"padding_mask has shape {padding.shape}, min_model_step has {low.shape}")
             if padding.size and padding.dtype.kind not in "biu":
                 raise TypeError(f"padding_mask must be boolean, got dtype {padding.dtype}")
             real = ~padding.astype(bool)
+        oldest, newest = _steps("min_model_step", low, real), _steps("max_model_step", high, real)
         known = real & (oldest >= 0) & (newest >= 0)
         wrong = np.flatnonzero(known & (oldest > newest))
         if wrong.size:
@@ -319,18 +320,19 @@ class OffPolicyAccumulator:
         for name in _COUNTS:
             setattr(read, name, read_int(name, fields[name], at_least=0))
         for name in _TRAJECTORIES:
-            known = getattr(read, name).count
-            if known != read.trajectory_spans.count or known > read.rows:
+            known, spans = getattr(read, name).count, read.trajectory_spans.count
+            if known != spans or known > read.rows:
                 raise ValueError(
-                    f"{name}: count is {known}, of {read.rows} rows; trajectory_spans has another or fewer"
+                    f"{name}: count is {known}; it must be that of trajectory_spans, {spans}, "
+                    f"and at most rows, {read.rows}"
                 )
-        for part, whole in (
-            (read.stale_tokens, read.ruled_tokens),
-            (read.ruled_tokens, read.token_staleness.count),
-            (read.evicted_staleness.count, read.evicted),
+        for part, few, whole, many in (
+            ("stale_tokens", read.stale_tokens, "ruled_tokens", read.ruled_tokens),
+            ("ruled_tokens", read.ruled_tokens, "tokens in token_staleness", read.token_staleness.count),
+            ("count of evicted_staleness", read.evicted_staleness.count, "evicted", read.evicted),
         ):
-            if part > whole:
-                raise ValueError(f"off-policy accumulator: {part} of {whole} is too many in {saved!r}")
+            if few > many:
+                raise ValueError(f"off-policy accumulator: {part} is {few}, but there are only {many} {whole}")
         return read
 
     def __eq__(self, other: object) -> bool:
@@ -440,10 +442,18 @@ def _named(name: str, read: Any, saved: Any) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _steps(name: str, values: ArrayLike) -> NDArray[np.int64]:
+def _rows(name: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
     array = as_integers(name, values)
     if array.ndim != 1:
         raise ValueError(f"{name} must be 1-D, one entry per trajectory, got shape {array.shape}")
-    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} has {array.max()} at index {array.argmax()}; steps are at most 2**63 - 1")
+    return array
+
+
+def _steps(name: str, array: NDArray[np.integer[Any]], real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """`array` as int64; entries that are not `real` may hold anything."""
+    if array.dtype.kind == "u":
+        too_large = np.flatnonzero(real & (array > np.iinfo(np.int64).max))
+        if too_large.size:
+            row = int(too_large[0])
+            raise ValueError(f"{name} has {array[row]} at index {row}; steps are at most 2**63 - 1")
     return array.astype(np.int64)

@@ -43,6 +43,13 @@ def test_the_newest_token_says_the_least_age_and_the_oldest_the_worst():
     assert metrics[f"{P}/trajectory_staleness_worst/mean"] == 5
 
 
+def test_a_padding_row_may_hold_what_no_step_can_be():
+    low, high = np.array([7, 2**63], dtype=np.uint64), np.array([9, 0], dtype=np.uint64)
+    assert off_policy_metrics(low, high, train_step=11, padding_mask=[0, 1]) == off_policy_metrics(
+        [7], [9], train_step=11
+    )
+
+
 @pytest.mark.parametrize("rows", [[], [4]])
 def test_without_a_real_row_there_are_no_values_and_no_exception(rows):
     assert off_policy_metrics(rows, rows, train_step=9, padding_mask=[True] * len(rows)) == {}
@@ -82,6 +89,7 @@ def test_worst_minus_least_age_is_the_span_minus_one(rows, train_step):
         (([1], [1], 0), ValueError, "train_step"),
         (([4, 5], [4, 3], 9), ValueError, "row 1"),
         ((np.array([2**63], dtype=np.uint64), [1], 3), ValueError, "index 0"),
+        (([1, 1], np.array([1, 2**63], dtype=np.uint64), 3), ValueError, "max_model_step.*index 1"),
     ],
 )
 def test_wrong_input_is_refused(arguments, error, match):
