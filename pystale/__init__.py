@@ -10,6 +10,7 @@ from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import CheckpointError
 from pystale.metrics import off_policy_metrics
+from pystale.off_policy import OffPolicyAccumulator
 from pystale.policy import Order
 from pystale.producer import AsyncProduceStrategyConfig
 from pystale.staleness import StalenessRule
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncProduceStrategyConfig",
     "CheckpointError",
     "ModelSteps",
+    "OffPolicyAccumulator",
     "Order",
     "ReplayBuffer",
     "RolloutState",

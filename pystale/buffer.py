@@ -42,53 +42,53 @@ OUTCOMES = ("trained", "failed", "filtered", "lost")
 class ReplayBuffer:
     """Rollout groups that wait to be trained, and age while they wait.
 
-        Every operation is atomic and may be called from several threads and event loops at once. One mutex guards the
-        store; it is held for microseconds, never across an await, I/O or a callback. A call that is cancelled before it
-        took effect changes nothing, and no cancelled call takes groups along.
+    Every operation is atomic and may be called from several threads and event loops at once. One mutex guards the
+    store; it is held for microseconds, never across an await, I/O or a callback. A call that is cancelled before it
+    took effect changes nothing, and no cancelled call takes groups along.
 
-        The buffer owns the groups it stores: change their states only after they are handed out.
+    The buffer owns the groups it stores: change their states only after they are handed out.
 
-        Parameters
-        ----------
-        rule : StalenessRule or mapping of str to StalenessRule
-            One rule for every task, or a rule per task; then no other task is accepted.
-        order : {"stalest_first", "oldest_prompt_first", "freshest_first", "fifo"}, default "stalest_first"
-            Order of handing out. It never changes with the train step.
-        tail_batch_trigger_size : int or mapping of str to int, default -1
-            -1 discards expired groups for good. From 0 on they wait in the EXPIRED pool for re-rollout: to be taken at
-            once (0), or when N of them wait (N > 0), which is up to the producer.
-        missing_version : {"error", "oldest", "newest"}, default "error"
-            What to do with response tokens that have no model step: refuse them, or store them and order their group as
-            the oldest or the newest. Neither staleness rule applies to them.
-        max_rerolls : int, optional
-            Discard a group that expires again after this many re-rollouts.
-        on_release : callable, optional
-            ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
-            reset or discarded, once per operation and outside the lock, so that references in them can be freed.
-            What it raises is logged; the operation stands.
+    Parameters
+    ----------
+    rule : StalenessRule or mapping of str to StalenessRule
+        One rule for every task, or a rule per task; then no other task is accepted.
+    order : {"stalest_first", "oldest_prompt_first", "freshest_first", "fifo"}, default "stalest_first"
+        Order of handing out. It never changes with the train step.
+    tail_batch_trigger_size : int or mapping of str to int, default -1
+        -1 discards expired groups for good. From 0 on they wait in the EXPIRED pool for re-rollout: to be taken at
+        once (0), or when N of them wait (N > 0), which is up to the producer.
+    missing_version : {"error", "oldest", "newest"}, default "error"
+        What to do with response tokens that have no model step: refuse them, or store them and order their group as
+        the oldest or the newest. Neither staleness rule applies to them.
+    max_rerolls : int, optional
+        Discard a group that expires again after this many re-rollouts.
+    on_release : callable, optional
+        ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
+        reset or discarded, once per operation and outside the lock, so that references in them can be freed.
+        What it raises is logged; the operation stands.
 
-        Raises
-        ------
-        TypeError, ValueError
-            For a setting that is none of the above.
+    Raises
+    ------
+    TypeError, ValueError
+        For a setting that is none of the above.
 
-        Warns
-        -----
-        UserWarning
-            If a task has a token rule and no re-rollout.
+    Warns
+    -----
+    UserWarning
+        If a task has a token rule and no re-rollout.
 
-        Examples
-        --------
-        >>> import asyncio
-        >>> from pystale import ReplayBuffer, RolloutState, StalenessRule, Status
-        >>> async def main():
-        ...     buffer = ReplayBuffer(StalenessRule(max_staleness=1, max_token_staleness=0), tail_batch_trigger_size=0)
-        ...     state = RolloutState(response_ids=[11, 12, 13], response_model_steps=[3, 4, 4], status=Status.COMPLETED)
-        ...     await buffer.put([state], train_step=5)
-        ...     batch = await buffer.take_train_batch({"default": 1}, train_step=5)
-        ...     return batch.trainable_tokens, state.response_mask.tolist()
-        >>> asyncio.run(main())
-        (2, [0, 1, 1])
+    Examples
+    --------
+    >>> import asyncio
+    >>> from pystale import ReplayBuffer, RolloutState, StalenessRule, Status
+    >>> async def main():
+    ...     buffer = ReplayBuffer(StalenessRule(max_staleness=1, max_token_staleness=0), tail_batch_trigger_size=0)
+    ...     state = RolloutState(response_ids=[11, 12, 13], response_model_steps=[3, 4, 4], status=Status.COMPLETED)
+    ...     await buffer.put([state], train_step=5)
+    ...     batch = await buffer.take_train_batch({"default": 1}, train_step=5)
+    ...     return batch.trainable_tokens, state.response_mask.tolist()
+    >>> asyncio.run(main())
+    (2, [0, 1, 1])
     """
 
     def __init__(
