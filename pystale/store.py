@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pystale._core import StalenessIndex
-from pystale._objects import Member, ModelSteps, trainable_mask
+from pystale._objects import Member, trainable_mask
 from pystale.group import AGEING, Arriving, Group
+from pystale.history import Changes
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
+from pystale.ticket import Ticket, begins_with
 
 __all__ = ["Record", "Released", "Store", "Task"]
 
@@ -69,29 +71,6 @@ class Record:
         return sum(member.tokens for member in self.members)
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A group that was handed out and may come back."""
-
-    task: Task
-    group_id: Any
-    arrival: int
-    key: int | None
-    rerolls: int
-    held: list[tuple[int, Any]]  # per member: response tokens, and a copy of the tokens of an unfinished one
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for tokens, _ in self.held)
-
-    def remember(self, states: Group) -> None:
-        """Copy the tokens that may be continued. As long as they are, and so not made under the buffer's mutex."""
-        self.held = [
-            (tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
-            for state, (tokens, _) in zip(states, self.held, strict=True)
-        ]
-
-
 class Store:
     """Groups, their index, what is handed out, and the account of tokens."""
 
@@ -112,12 +91,14 @@ class Store:
         self.tasks: dict[str, Task] = {}
         self.records: dict[int, Record] = {}
         self.numbers: dict[tuple[str, Any], int] = {}  # (task, group id) -> id in the index
+        self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets: dict[tuple[str, Any], Ticket] = {}
         self.ledger = Ledger()
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
         self.own_group_ids = 0
         self.before_change: Callable[[Record], None] | None = None  # told of a record about to change or leave
+        self.changes: Changes | None = None  # told what was done, where a journal is kept
 
     # Settings
 
@@ -174,7 +155,7 @@ class Store:
             )
         ticket = self.tickets.pop(name, None)
         status = group_status(arriving.statuses)
-        record = self.record(
+        record = self.admit(
             arriving,
             self._own_group_id() if group_id is None else group_id,
             status,
@@ -182,16 +163,8 @@ class Store:
             self._key(arriving, ticket),
             arriving.rerolls if ticket is None else ticket.rerolls,
         )
-        self.insert(record, arriving.statuses)
-
-        for state, steps in zip(arriving.states, arriving.steps, strict=True):
-            if steps is not state.response_model_steps:
-                state.response_model_steps = steps
-            if group_id is None and hasattr(state, "group_id"):
-                state.group_id = record.group_id
-            if getattr(state, "task_name", arriving.task_name) is None:
-                state.task_name = arriving.task_name
-            _write_rerolls(state, record.rerolls)
+        if self.changes is not None:
+            self.changes.put(record, returned=ticket is not None and bool(ticket.states))
         tokens = record.tokens
         if ticket is None:
             self.arrivals += 1
@@ -203,15 +176,31 @@ class Store:
         if train_step is not None:
             self.train_step = train_step
         if status not in AGEING:
-            self._write_staleness(record)
+            self.write_staleness(record)
             return status
-        self._write_staleness(record)
+        self.write_staleness(record)
         expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
         if self.train_step is not None:
             expired += self.index.due_members(record.number, self.train_step)
         if expired:
             self._expire(record, expired, released)
         return record.status
+
+    def admit(
+        self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
+    ) -> Record:
+        """Enter a group that :meth:`read` accepted, and write what the store knows of it to its states."""
+        record = self.record(arriving, group_id, status, arrival, key, rerolls)
+        self.insert(record, arriving.statuses)
+        for state, steps in zip(arriving.states, arriving.steps, strict=True):
+            if steps is not state.response_model_steps:
+                state.response_model_steps = steps
+            if getattr(state, "group_id", group_id) is None:
+                state.group_id = group_id
+            if getattr(state, "task_name", arriving.task_name) is None:
+                state.task_name = arriving.task_name
+            _write_rerolls(state, rerolls)
+        return record
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -252,7 +241,7 @@ class Store:
         for position, (tokens, begins) in enumerate(ticket.held):
             if position >= len(arriving.states):
                 self.ledger.discard("lost", tokens)
-            elif arriving.members[position].tokens >= tokens and _begins_with(arriving.states[position], begins):
+            elif arriving.members[position].tokens >= tokens and begins_with(arriving.states[position], begins):
                 self.ledger.produced -= tokens
             else:
                 self.ledger.discard("restarted", tokens)
@@ -285,7 +274,9 @@ class Store:
         self._announce(record)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
-            self._forget(record)
+            self.remove(record)
+            if self.changes is not None:
+                self.changes.leave(record)
             self.ledger.stored -= record.tokens
             self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
             record.status = Status.EXPIRED
@@ -293,6 +284,13 @@ class Store:
                 _release(state, discard(state), released)
             return True
         entered = record.status is not Status.EXPIRED
+        self.reset_members(record, expired, released)
+        if self.changes is not None:
+            self.changes.expire(record, expired)
+        return entered
+
+    def reset_members(self, record: Record, expired: list[int], released: Released) -> None:
+        """Take the responses of the members at `expired` away; the group is EXPIRED."""
         record.status = Status.EXPIRED
         self.index.expire(record.number, expired, number_of(Status.EXPIRED))
         for position in expired:
@@ -303,7 +301,6 @@ class Store:
             self.ledger.discard("expired", member.tokens)
             record.members[position] = Member()
             _release(state, reset(state), released)
-        return entered
 
     # Handing out
 
@@ -315,7 +312,10 @@ class Store:
         return self.index.count(task.number, number_of(status))
 
     def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
-        """Take the first `n` records of a pool, in order; their tokens are in flight."""
+        """Take the first `n` records of a pool, in order; their tokens are in flight.
+
+        They are claimed until :meth:`lend`, :meth:`train` or :meth:`give_back`.
+        """
         task = self.tasks.get(task_name)
         if task is None:
             return []
@@ -323,8 +323,9 @@ class Store:
         for number in self.index.first(task.number, number_of(status), n):
             record = self.records[number]
             self._announce(record)
-            self._forget(record)
-            self._write_staleness(record)
+            self.remove(record)
+            self.claimed[record.arrival] = record
+            self.write_staleness(record)
             self.ledger.stored -= record.tokens
             self.ledger.in_flight += record.tokens
             records.append(record)
@@ -332,18 +333,21 @@ class Store:
 
     def give_back(self, record: Record) -> None:
         """Store a record again that :meth:`hand_out` gave, as if it had never left."""
+        self._announce(record)
+        self.claimed.pop(record.arrival, None)
         self.insert(record, [as_status(state.status) for state in record.states])
         self.ledger.stored += record.tokens
         self.ledger.in_flight -= record.tokens
 
-    def lend(self, record: Record) -> Ticket:
-        """Remember a record handed out for continuation, so that it is known when it comes back."""
+    def lend(self, record: Record, states: Group) -> Ticket:
+        """Remember a record handed out for continuation, of which `states` are copies."""
+        self._announce(record)
+        self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
-        held = [(member.tokens, None) for member in record.members]
-        ticket = Ticket(record.task, record.group_id, record.arrival, record.key, record.rerolls, held)
+        ticket = Ticket.of(record, states)
         self.tickets[record.task.name, record.group_id] = ticket
         return ticket
 
@@ -364,19 +368,33 @@ class Store:
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
-        """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
-        trained = 0
-        self.ledger.in_flight -= record.tokens
-        for state, member, (mask, ones) in zip(record.states, record.members, taken, strict=True):
-            if mask is not None:
-                state.response_mask = mask
-            self.ledger.train(member.tokens, member.trainable, ones)
-            trained += ones
+        """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
+        self._announce(record)
+        self.claimed.pop(record.arrival, None)
+        trained = self._book_training(record, taken, 1)
+        if self.changes is not None:
+            trainable = sum(member.trainable for member in record.members)
+            self.changes.take(record, (trained, trainable - trained, record.tokens - trainable))
         return trained
+
+    def untrain(self, record: Record, taken: list[Taken]) -> None:
+        """Store a record again that :meth:`train` booked, as if it had never left."""
+        self._book_training(record, taken, -1)
+        self.give_back(record)
+        if self.changes is not None:
+            self.changes.put(record, returned=False)
+
+    def _book_training(self, record: Record, taken: list[Taken], sign: int) -> int:
+        self.ledger.in_flight -= sign * record.tokens
+        for member, (_, ones) in zip(record.members, taken, strict=True):
+            self.ledger.train(sign * member.tokens, sign * member.trainable, sign * ones)
+        return sum(ones for _, ones in taken)
 
     def settle(self, arriving: Arriving, outcome: str) -> None:
         """Close the account of a group that was handed out and does not come back."""
         ticket = self.tickets.pop((arriving.task_name, arriving.group_id))
+        if self.changes is not None:
+            self.changes.settle(ticket)
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
@@ -387,6 +405,8 @@ class Store:
         if (arriving.task_name, arriving.group_id) in self.tickets:
             self.settle(arriving, outcome)
         else:
+            if self.changes is not None:
+                self.changes.finish(arriving.task_name, arriving.group_id)
             self.ledger.produced += arriving.tokens
             self._close(arriving, outcome)
         for state, status in zip(arriving.states, arriving.statuses, strict=True):
@@ -426,32 +446,17 @@ class Store:
         if self.before_change is not None:
             self.before_change(record)
 
-    def _forget(self, record: Record) -> None:
+    def remove(self, record: Record) -> None:
         self.index.remove(record.number)
         del self.records[record.number]
         del self.numbers[record.task.name, record.group_id]
 
-    def _write_staleness(self, record: Record) -> None:
+    def write_staleness(self, record: Record) -> None:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
             if member.tokens:
                 state.seq_staleness = member.seq_staleness(self.train_step)
-
-
-def _tokens_of(state: Any) -> Any:
-    """Copy of a response's tokens, or of their steps where it has no ids; None when it has none."""
-    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    return tokens[:] if isinstance(tokens, (list, tuple, ModelSteps)) else None if tokens is None else tokens.copy()
-
-
-def _begins_with(state: Any, begins: Any) -> bool:
-    if begins is None:
-        return True
-    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    if tokens is None:
-        return len(begins) == 0
-    return len(begins) == 0 or list(tokens[: len(begins)]) == list(begins)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:
