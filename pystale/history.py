@@ -30,7 +30,7 @@ Shares = tuple[int, int, int]
 class Changes:
     """What the running operation did to a store. The store tells; :meth:`envelope` takes it away."""
 
-    __slots__ = ("_expired", "_finished", "_left", "_put", "_taken", "_train_step", "_undone")
+    __slots__ = ("_came", "_expired", "_finished", "_left", "_put", "_taken", "_train_step", "_undone")
 
     def __init__(self, train_step: int | None) -> None:
         self._train_step = train_step  # the latest that is in the journal
@@ -41,6 +41,7 @@ class Changes:
         self._expired: list[list[Any]] = []
         self._left: list[int] = []
         self._taken: list[list[int]] = []
+        self._came = False
         self._finished: list[Any] | None = None
         self._undone = False
 
@@ -67,7 +68,8 @@ class Changes:
             self._left.append(ticket.arrival)
 
     def finish(self, task_name: str, group_id: Any) -> None:
-        """A group came and was not stored."""
+        """A group came and was not stored. One whose id no file can hold is in the account only."""
+        self._came = True
         if isinstance(group_id, np.integer):
             group_id = int(group_id)
         if type(group_id) in (int, str):
@@ -81,7 +83,7 @@ class Changes:
 
     def envelope(self, op: str, store: "Store") -> tuple[dict[str, Any], bool, bool] | None:
         """Entry for what was done, whether it has a group, and whether it is worth waiting for; None for nothing."""
-        waits = bool(self._put or self._expired or self._left or self._taken or self._finished or self._undone)
+        waits = bool(self._put or self._expired or self._left or self._taken or self._came or self._undone)
         if not waits and store.train_step == self._train_step:
             return None
         self._train_step = store.train_step

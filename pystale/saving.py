@@ -87,7 +87,7 @@ class SaveJob:
         self._journal = journal
         # By arrival: a record that is claimed has no number in the index.
         self._remaining = {record.arrival: record for record in store.records.values()} | store.claimed
-        self._lent = [ticket for ticket in store.tickets.values() if ticket.states]
+        self._lent = [ticket for ticket in reversed(store.tickets.values()) if ticket.states]
         self._writing: Record | None = None
         self._preserved: list[EncodedGroup] = []
         self._failure: Exception | None = None

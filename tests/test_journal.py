@@ -56,8 +56,8 @@ def picture(buffer):
 def finish(members, step, tokens=1):
     for m in members:
         if m.status is not C:
-            m.response_ids = [*m.response_ids, *range(tokens)]
-            m.response_model_steps = [*m.response_model_steps, *[step] * tokens]
+            m.response_ids = [*(m.response_ids or []), *range(tokens)]
+            m.response_model_steps = [*(m.response_model_steps or []), *[step] * tokens]
             m.status = C
     return members
 
@@ -126,7 +126,9 @@ def test_playing_back_is_exact_whatever_happened(tmp_path, monkeypatch, rng, ret
                 if what == 2:
                     members[0].response_ids = members[0].response_model_steps = members[0].logprobs = None
                     members[0].status = E
-                b.put(finish(members, now - 1), members[0].task_name, train_step=now)
+                else:
+                    finish(members, now - 1)
+                b.put(members, members[0].task_name, train_step=now)
         elif rng.random() < 0.3:
             b.save(tmp_path / "checkpoint", extra={"n": number})
             saved = True
@@ -143,7 +145,7 @@ def test_playing_back_is_exact_whatever_happened(tmp_path, monkeypatch, rng, ret
 
 
 def test_orders_survive(tmp_path):
-    buffer = make(tmp_path / "j", order="freshest_first")
+    buffer = make(tmp_path / "j", order="freshest_first", rule=StalenessRule(9))
     for number, step in enumerate([3, 5, 4, 5]):
         buffer.sync.put(group([step], group_id=number), train_step=6)
     other = make(crashed(buffer, tmp_path), order="freshest_first")
@@ -788,15 +790,16 @@ def test_an_end_torn_in_a_segment_that_is_not_the_last_is_damage(written, tmp_pa
     first, second = segments(path.parent)
     data = first.read_bytes()
     first.write_bytes(data[:-1])
+    again = make(path.parent)
     with pytest.raises(CheckpointError, match=f"{first}: is damaged at offset {ends[1]}"):
-        make(path.parent).sync.resume(None)
+        again.sync.resume(None)
     first.unlink()
     with pytest.raises(ValueError, match="name the checkpoint"):
-        make(path.parent).sync.resume(None)
+        again.sync.resume(None)
     first.write_bytes(data)
     second.rename(second.with_name("segment-0000000007.journal"))
     with pytest.raises(CheckpointError, match="says it is segment 1"):
-        make(path.parent).sync.resume(None)
+        again.sync.resume(None)
 
 
 def frame(seed, offset, body):
