@@ -347,9 +347,7 @@ def dump_json(value: Any) -> bytes:
     return _dumps(value).encode("ascii")
 
 
-def encode_group(
-    header: dict[str, Any], states: Sequence[RolloutState], *, references: bool = False
-) -> EncodedGroup:
+def encode_group(header: dict[str, Any], states: Sequence[RolloutState], *, references: bool = False) -> EncodedGroup:
     """Copy a group out of its states.
 
     Parameters
@@ -604,9 +602,7 @@ def decode_group(
     return header, [RolloutState(**dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
 
 
-def _decode_field(
-    name: str, content: Any, members: int, columns: ColumnReader, references: Sequence[Any]
-) -> list[Any]:
+def _decode_field(name: str, content: Any, members: int, columns: ColumnReader, references: Sequence[Any]) -> list[Any]:
     if name not in _LEFT_OUT:
         raise Malformed("is not a field of a state")
     values = _Decoder(name, columns, references).members(content, members)

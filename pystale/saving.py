@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pystale.checkpoint import DOCUMENT, CheckpointError, CheckpointWriter, EncodedGroup, encode_group, read_checkpoint
+from pystale.checkpoint import (
+    DOCUMENT,
+    CheckpointError,
+    CheckpointWriter,
+    EncodedGroup,
+    collector_paused,
+    encode_group,
+    read_checkpoint,
+)
 from pystale.group import AGEING, Arriving, read_group
 from pystale.history import Player
 from pystale.journal import Journal, Reading
@@ -251,11 +259,21 @@ def load(
     ValueError
         If they are fine but do not fit the buffer's order or tasks, or each other.
     """
-    store = new_store()
-    resumed = Resumed()
-    place = identity = None
     if journal is None and directory is None:
         raise ValueError("resume(None) resumes from the journal alone, and this buffer has none; name the checkpoint")
+    with collector_paused():
+        return _load(directory, new_store(), load_ref, journal, undo_takes)
+
+
+def _load(
+    directory: str | os.PathLike[str] | None,
+    store: Store,
+    load_ref: LoadRef | None,
+    journal: Journal | None,
+    undo_takes: bool,
+) -> tuple[Store, Resumed, Reading | None]:
+    resumed = Resumed()
+    place = identity = None
     if directory is not None and (journal is None or Path(directory, DOCUMENT).exists()):
         document, groups = read_checkpoint(directory, load_ref)
         _load_checkpoint(store, directory, document, groups)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import pystale.saving
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 from pystale.sampler import PromptSampler
 
+FIXTURES = Path(__file__).parent / "fixtures"
 C, A, E, F = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.FAILED
 
 
@@ -195,6 +197,43 @@ def test_external_references_go_through_the_hooks(tmp_path):
     assert other.sync.get(1, status=A)[0][0].reward.name == "judge"
     with pytest.raises(ValueError, match="load_ref"):
         make().sync.resume(tmp_path)
+
+
+def test_the_committed_checkpoint_of_schema_version_2_is_read():
+    buffer = make(dump_ref=dump_handle, load_ref=lambda dumped: Handle(dumped["name"]))
+    resumed = buffer.sync.resume(FIXTURES / "checkpoint_v2")
+    assert (resumed.extra, resumed.in_flight) == ({"step": 6}, {"default": [2]})
+    ((lent,),) = buffer.sync.get(1, status=A)
+    assert (lent.reward.name, lent.response_ids) == ("judge", [100, 101])
+    (members,) = buffer.sync.take_train_batch({"default": 1}, train_step=6)["default"]
+    assert members[0].routed_experts is members[1].routed_experts
+    assert members[0].routed_experts.name == "experts"
+
+
+def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
+    """Such a checkpoint has their arrival and re-rolls, for when they are put, and books their tokens as lost."""
+    filled().sync.save(tmp_path)
+    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    (lent,) = [h for h, _ in groups if h.get("in_flight")]
+    groups = [(h, s) for h, s in groups if h is not lent]
+    place = {name: lent[name] for name in ("task", "group_id", "arrival", "key", "rerolls")}
+    document.update(handed_out=[place])
+    for name in ("id", "extra"):
+        del document[name]
+    document["ledger"]["stored"] -= 3
+    document["ledger"]["in_flight"] += 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        buffer = make()
+        assert buffer.sync.resume(tmp_path).in_flight == {}
+    assert buffer.ledger()["discarded"]["lost"] == 3
+    buffer.sync.save(tmp_path)  # and keeps it over another checkpoint
+    again = make()
+    again.sync.resume(tmp_path)
+    again.sync.put(group([5], group_id=lent["group_id"], status=A), "a", train_step=7)
+    (record,) = [r for r in again._store.records.values() if r.group_id == lent["group_id"]]
+    assert record.arrival == lent["arrival"]
+    assert balance(again.ledger())[0] == balance(again.ledger())[1]
 
 
 @pytest.mark.parametrize(
