@@ -179,7 +179,7 @@ class ReplayBuffer:
         self._saves: list[SaveJob] = []
         self._new_store = functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls)
         _warn_of_discards(rules, triggers)
-        self._journal = None if journal is None else Journal(journal, journal_delay)
+        self._journal = None if journal is None else Journal(journal, self.order.value, journal_delay)
         self._use(self._new_store())
         self.sync = BlockingReplayBuffer(self)
 

@@ -16,6 +16,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -68,6 +69,8 @@ class Journal:
     ----------
     directory : str or PathLike
         Created, with its parents, if absent.
+    order : str
+        The buffer's order: keys of groups mean something only in it.
     delay : float
         Seconds between commits, at least: entries appended meanwhile share one write and one sync. The first entry
         after a pause is committed at once.
@@ -80,13 +83,16 @@ class Journal:
         If it is a file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], delay: float) -> None:
-        self.directory = Path(os.path.abspath(directory))
-        self.delay = delay
+    def __init__(self, directory: str | os.PathLike[str], order: str, delay: float) -> None:
         self._guard = -1
         self._file = -1
+        self.directory = Path(os.path.abspath(directory))
+        self.order = order
+        self.delay = delay
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a journal is a directory, this is a file", str(self.directory))
+        # Directories whose new entries have to be synced before anything in the journal counts.
+        self._unsynced = [path.parent for path in (self.directory, *self.directory.parents) if not path.exists()]
         self.directory.mkdir(parents=True, exist_ok=True)
         self._guard = _locked(self.directory / "journal.lock")
         self.id = secrets.token_hex(8)
@@ -103,11 +109,14 @@ class Journal:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._segment = 0  # where entries appended now go
         self._after: dict[int, Any] = {0: None}  # what a segment not created yet continues; "segment" if not here
+        self._committing = threading.Lock()
+        self._checkpoints: dict[str, int] = {}  # directory -> segment that the checkpoint in it names
         # Of the writer
         self._open_segment = -1
         self._seed = 0
         self._offset = 0
         self._began = -delay
+        _journals.add(self)
 
     def __del__(self) -> None:
         for fd in (self._file, self._guard):
@@ -211,6 +220,21 @@ class Journal:
                 self._after[self._segment] = "checkpoint"
             return Position(self._segment, self._appended, self._failure)
 
+    def commit(self, position: Position, directory: str | os.PathLike[str], write: Callable[[], None]) -> bool:
+        """Have `write` put the checkpoint made at `position` in place in `directory`, and drop what it covers.
+
+        One at a time. False where a later checkpoint of this journal is there already: with the earlier one in its
+        place, the entries between the two would be missing.
+        """
+        path = os.path.abspath(directory)
+        with self._committing:
+            if self._checkpoints.get(path, 0) > position.segment:
+                return False
+            write()
+            self._checkpoints[path] = position.segment
+            self.covered(position)
+            return True
+
     def covered(self, position: Position) -> None:
         """Take note that a checkpoint made at `position` is on disk: delete what it covers, and forget a failure."""
         with self._condition:
@@ -293,14 +317,15 @@ class Journal:
 
     def _create(self, segment: int, body: bytes) -> None:
         """Begin a segment with a first commit. The header is on disk before it, so that no whole frame lacks one."""
-        start, seed = segment_start(self.id, segment, self._after.get(segment, "segment"))
+        start, seed = segment_start(self.id, segment, self._after.get(segment, "segment"), self.order)
         frame = frame_of(seed, len(start), body)
         path = self._path(segment)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             _write_all(file, start)
             os.fsync(file)
-            _sync_directory(self.directory)
+            for directory in (self.directory, *self._unsynced):
+                _sync_directory(directory)
             _write_all(file, frame)
             os.fdatasync(file)
         except BaseException:
@@ -312,6 +337,7 @@ class Journal:
             os.close(old)
         self._open_segment, self._seed, self._offset = segment, seed, len(start) + len(frame)
         self._after.pop(segment, None)
+        self._unsynced = []
 
     def _undo_commit(self) -> None:
         """Take what a failed commit may have written away: those who waited for it were told that it failed."""
@@ -342,13 +368,18 @@ class Journal:
         CheckpointError
             If a segment is foreign, newer, damaged or missing.
         ValueError
-            If the journal does not continue the checkpoint.
+            If the journal does not continue the checkpoint, or is of a buffer with another order.
         """
         segments = [open_segment(number, path) for number, path in segment_paths(self.directory).items()]
         torn = segments.pop() if segments and segments[-1].seed < 0 else None
         for segment in segments:
             if segment.seed < 0:
                 raise CheckpointError(f"{segment.path}: is damaged: it has no whole header, and segments follow")
+            if segment.order != self.order:
+                raise ValueError(
+                    f"the journal in {str(self.directory)!r} is ordered {segment.order}, this buffer {self.order}; "
+                    "make the buffer with the journal's order"
+                )
         if len({segment.journal for segment in segments}) > 1:
             raise CheckpointError(f"{self.directory}: has segments of several journals; separate them")
         last = segments[-1].number if segments else -1
@@ -443,6 +474,20 @@ class Reading:
             journal._segment = self._following
             journal._after = {} if self._segments else {self._following: self._identity}
             journal.used = False
+
+
+# Journals of this process: a child that is forked must not hold their locks, nor write.
+_journals: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for journal in list(_journals):
+        journal._closed = True
+        journal.__del__()
+        journal._file = journal._guard = -1
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _failed(directory: Path, failure: Exception) -> OSError:

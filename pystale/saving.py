@@ -147,12 +147,13 @@ class SaveJob:
             if self._cancelled:
                 writer.abort()
                 return
-            writer.commit(self._document)
+            if self._journal is None or self._position is None:
+                writer.commit(self._document)
+            elif not self._journal.commit(self._position, self._directory, lambda: writer.commit(self._document)):
+                writer.abort()
         except BaseException:
             writer.abort()
             raise
-        if self._journal is not None and self._position is not None:
-            self._journal.covered(self._position)
 
     def _dumped(self, group: EncodedGroup) -> EncodedGroup:
         return group if self._dump_ref is None else group.dump_references(self._dump_ref)

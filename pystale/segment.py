@@ -16,10 +16,10 @@ body           first frame: the header. Others: what one commit wrote
 =============  =======================================================================================================
 
 The header is one JSON object: ``format`` ("pystale-journal"), ``schema_version`` (1), ``library_version``, ``journal``
-(16 hexadecimal digits, the same in all segments), ``segment`` (the number in its name) and ``after``, which says what
-the segment continues: null (an empty buffer), ``"segment"`` (the segment numbered one less), ``"checkpoint"`` (only the
-checkpoint whose document names this segment) or anything else: the identity of a checkpoint that was resumed into a
-buffer with a new journal.
+(16 hexadecimal digits, the same in all segments), ``segment`` (the number in its name), ``order`` (the buffer's, which
+the keys belong to) and ``after``, which says what the segment continues: null (an empty buffer), ``"segment"`` (the
+segment numbered one less), ``"checkpoint"`` (only the checkpoint whose document names this segment) or anything else:
+the identity of a checkpoint that was resumed into a buffer with a new journal.
 
 The body of any other frame is lines of ASCII JSON, each ended by a line feed: one object per entry, followed, where it
 has the key ``put``, by the line of the group; then an empty line; then the columns of these groups as one safetensors
@@ -111,6 +111,7 @@ class Segment(NamedTuple):
     path: Path
     after: Any  # what it continues
     journal: str
+    order: Any  # of the buffer
     seed: int  # checksum of the header, -1 where that is torn
     start: int  # offset of the first frame behind the header
 
@@ -133,7 +134,7 @@ def frame_of(seed: int, offset: int, body: bytes) -> bytes:
     return _FRAME.pack(MARK, len(body), checksum_of(seed, offset, body)) + body
 
 
-def segment_start(journal: str, number: int, after: Any) -> tuple[bytes, int]:
+def segment_start(journal: str, number: int, after: Any, order: str) -> tuple[bytes, int]:
     """What a segment begins with, and the checksum of its header, which those of all other frames begin from."""
     header = dump_json({
         "format": FORMAT,
@@ -142,6 +143,7 @@ def segment_start(journal: str, number: int, after: Any) -> tuple[bytes, int]:
         "journal": journal,
         "segment": number,
         "after": after,
+        "order": order,
     })  # fmt: skip
     return PREFACE + frame_of(0, len(PREFACE), header), checksum_of(0, len(PREFACE), header)
 
@@ -177,7 +179,7 @@ def open_segment(number: int, path: Path) -> Segment:
             frame = file.read().find(MARK, len(PREFACE) + 1)
             if frame >= 0:
                 raise CheckpointError(f"{path}: is damaged at offset {len(PREFACE)}: a frame follows at {frame}")
-            return Segment(number, path, None, "", -1, 0)
+            return Segment(number, path, None, "", None, -1, 0)
     try:
         header = parse_json(body)
         version = header.get("schema_version") if type(header) is dict else None
@@ -192,7 +194,7 @@ def open_segment(number: int, path: Path) -> Segment:
             raise Malformed("has no valid header")
     except Malformed as fault:
         raise CheckpointError(f"{path}: {fault}") from None
-    return Segment(number, path, header["after"], header["journal"], checksum, len(start) + length)
+    return Segment(number, path, header["after"], header["journal"], header.get("order"), checksum, len(start) + length)
 
 
 def entries_of(segment: Segment, load_ref: LoadRef | None) -> Generator[Entry, None, int]:

@@ -1,12 +1,14 @@
 """What a buffer with a journal has answered for survives a crash, exactly and once."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import shutil
 import struct
 import threading
+import warnings
 import zlib
 from pathlib import Path
 
@@ -638,6 +640,45 @@ def test_a_save_that_fails_leaves_the_journal_whole(tmp_path):
     assert picture(other) == picture(buffer)
 
 
+def test_of_two_saves_the_earlier_does_not_replace_the_later(tmp_path):
+    buffer = make(tmp_path / "j")
+    buffer.sync.put(group([5], group_id=1), train_step=6)
+    earlier = buffer._start_save(tmp_path / "checkpoint")
+    buffer.sync.put(group([5], group_id=2), train_step=6)
+    buffer.sync.save(tmp_path / "checkpoint")
+    buffer._run_save(earlier)
+    buffer.sync.put(group([5], group_id=3), train_step=6)
+    other = make(crashed(buffer, tmp_path))
+    assert other.sync.resume(tmp_path / "checkpoint").finished == {"default": [3]}
+    assert picture(other) == picture(buffer)
+
+
+def test_a_forked_child_leaves_the_journal_to_its_parent(tmp_path):
+    buffer = make(tmp_path / "j")
+    buffer.sync.put(group([5]), train_step=6)
+    (go, done), (forked, ready) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the thread that writes is idle
+        child = os.fork()
+    if child == 0:
+        os.close(done)
+        with contextlib.suppress(ValueError):
+            buffer.sync.put(group([5]), train_step=6)
+            os._exit(1)
+        os.write(ready, b"x")
+        os.read(go, 1)  # lives on while the parent uses the directory again
+        os._exit(0)
+    os.close(ready)
+    os.read(forked, 1)
+    buffer.sync.close()
+    again = make(tmp_path / "j")
+    again.sync.resume(None)
+    assert len(again) == 1
+    for fd in (done, go, forked):
+        os.close(fd)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_what_does_not_fit_together_is_refused(tmp_path):
     buffer = make(tmp_path / "j")
     buffer.sync.put(group([5], group_id=1), train_step=6)
@@ -814,7 +855,7 @@ def frame(seed, offset, body):
 
 def forge(path, *bodies, **header):
     fields = {"format": "pystale-journal", "schema_version": 1, "library_version": "x", "journal": "0" * 16,
-              "segment": 0, "after": None, **header}  # fmt: skip
+              "segment": 0, "after": None, "order": "stalest_first", **header}  # fmt: skip
     data = b"pystale-journal\n"
     first, seed = frame(0, len(data), json.dumps(fields).encode())
     data += first
@@ -832,6 +873,7 @@ def forge(path, *bodies, **header):
         ({"schema_version": True}, "is not a journal"),
         ({"format": "else"}, "is not a journal"),
         ({"segment": 1}, "says it is segment 1"),
+        ({"order": "fifo"}, "is ordered fifo, this buffer stalest_first"),
         ({"journal": "../x"}, "no valid header"),
         ({"after": "checkpoint"}, "name the checkpoint"),
     ],
