@@ -5,7 +5,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pystale.checkpoint import CheckpointError, CheckpointWriter, EncodedGroup, encode_group, read_checkpoint
+from pystale.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    EncodedGroup,
+    collector_paused,
+    encode_group,
+    read_checkpoint,
+)
 from pystale.group import AGEING, read_group
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY
@@ -129,6 +136,12 @@ def load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> S
     ValueError
         If the checkpoint is fine but does not fit the buffer's order or tasks.
     """
+    # Everything made here lives on; the collector would walk all of it again and again, stopping every thread.
+    with collector_paused():
+        return _load(directory, new_store)
+
+
+def _load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> Store:
     document, groups = read_checkpoint(directory)
     store = new_store()
     if document.get("order") != store.order.value:
@@ -152,7 +165,7 @@ def load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> S
             store.tickets[name] = Ticket(store.task(name[0]), name[1], *_place(ticket), held=[])
         stored = sum(record.tokens for record in store.records.values())
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"checkpoint in {os.fspath(directory)!r} contradicts itself: {error}") from None
     return store
 
