@@ -435,7 +435,8 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            if member.tokens:
+            # A member that was reset keeps the staleness it expired with until it is generated anew.
+            if member.tokens or as_status(state.status) is not Status.EXPIRED:
                 state.seq_staleness = member.seq_staleness(self.train_step)
 
 
