@@ -371,7 +371,7 @@ class ReplayBuffer:
 
     def _put(
         self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
-    ) -> tuple[Status, Released]:
+    ) -> tuple[Status, Released | None]:
         checked_task_name(task_name)
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
@@ -384,17 +384,17 @@ class ReplayBuffer:
             train_step=train_step,
             versions_required=self._store.missing_version == "error",
         )
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             status = self._store.put(arriving, train_step, released)
             ready = self._waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
         return status, released
 
-    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Released]:
+    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Released | None]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             return self._store.refresh(train_step, bits, released), released
 
@@ -414,16 +414,16 @@ class ReplayBuffer:
             claimed = self._claim(sizes, status)
         return self._train(sizes, claimed, None)
 
-    def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Released]:
+    def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Released | None]:
         """The batch, or None with what the refresh released, which has to be freed before trying again."""
         sizes = checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             for task_name in sizes:
                 self._store.settings(task_name)
             self._store.refresh(train_step, AGEING_BITS, released)
-            if released and self.on_release is not None:
+            if released:
                 return None, released
             claimed = self._claim(sizes, Status.COMPLETED)
         return self._train(sizes, claimed, train_step), released
@@ -485,24 +485,28 @@ class ReplayBuffer:
         with self._lock:
             return {name: {status: self._store.count(name, status) for status in pools} for name in task_names}
 
-    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Released:
+    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Released | None:
         checked_outcome(outcome, OUTCOMES[1:])
         self._store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             self._store.reject(arriving, outcome, released)
         return released
 
     # Releasing
 
-    async def _release(self, released: Released) -> None:
+    def _to_release(self) -> Released | None:
+        """Where an operation puts what it resets or discards; None when nobody wants it."""
+        return None if self.on_release is None else []
+
+    async def _release(self, released: Released | None) -> None:
         pending = self._call_on_release(released)
         if pending is not None:
             # Shielded: a caller that is cancelled here must not keep references from being freed.
             await asyncio.shield(asyncio.ensure_future(_logged(pending)))
 
-    def _release_blocking(self, released: Released) -> None:
+    def _release_blocking(self, released: Released | None) -> None:
         pending = self._call_on_release(released)
         if pending is not None:
             # In a loop of its own thread, since one may be running in this thread.
@@ -510,7 +514,7 @@ class ReplayBuffer:
             thread.start()
             thread.join()
 
-    def _call_on_release(self, released: Released) -> Awaitable[None] | None:
+    def _call_on_release(self, released: Released | None) -> Awaitable[None] | None:
         if not released or self.on_release is None:
             return None
         try:

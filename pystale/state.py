@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pystale._objects import ModelSteps, summarise
+from pystale._objects import ModelSteps, replace_fields, summarise
 
 __all__ = [
     "RolloutState",
@@ -298,23 +298,7 @@ _CLEARED_BY_RESET: tuple[str, ...] = (
 _KEPT_BY_DISCARD = frozenset(
     ("rollout_id", "group_id", "task_name", "session_id", "message", "prompt_ids", "prompt_model_step", "rerolls")
 )
-# Written like the others, but nothing in them can be a reference somebody has to free.
-_BOOKKEEPING = frozenset(("tokens", "seq_staleness"))
-_SIZED = (str, list, tuple, dict, ModelSteps)
 _DISCARDED = tuple(f for f in fields(RolloutState) if f.name not in _KEPT_BY_DISCARD and f.name != "status")
-
-
-def _clear(state: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """Write those fields of `new` that `state` has; return the old values that held something."""
-    cleared = {}
-    for name, value in new.items():
-        old = getattr(state, name, MISSING)
-        if old is MISSING:
-            continue
-        setattr(state, name, value)
-        if old is not None and not (isinstance(old, _SIZED) and len(old) == 0) and name not in _BOOKKEEPING:
-            cleared[name] = old
-    return cleared
 
 
 def reset(state: Any) -> dict[str, Any]:
@@ -337,16 +321,14 @@ def reset(state: Any) -> dict[str, Any]:
     >>> state.tokens, state.response_ids, state.status
     ([5], [], <Status.EXPIRED: 'expired'>)
     """
-    prompt = state.prompt_ids
-    new: dict[str, Any] = {
-        "tokens": None if prompt is None else list(prompt),
-        "response": "",
-        "response_ids": [],
-        "response_model_steps": ModelSteps() if isinstance(state.response_model_steps, ModelSteps) else [],
-        "logprobs": [],
-    }
-    new.update(dict.fromkeys(_CLEARED_BY_RESET))
-    cleared = _clear(state, new)
+    if hasattr(state, "tokens"):
+        state.tokens = None if state.prompt_ids is None else list(state.prompt_ids)
+    new: dict[str, Any] = dict.fromkeys(_CLEARED_BY_RESET)
+    new["response"] = ""
+    new["response_ids"] = []
+    new["response_model_steps"] = ModelSteps() if isinstance(state.response_model_steps, ModelSteps) else []
+    new["logprobs"] = []
+    cleared = replace_fields(state, new)
     write_status(state, Status.EXPIRED)
     return cleared
 
@@ -363,6 +345,6 @@ def discard(state: Any) -> dict[str, Any]:
         Old values of the fields that held something, so that references among them can be freed.
     """
     new = {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in _DISCARDED}
-    cleared = _clear(state, new)
+    cleared = replace_fields(state, new)
     write_status(state, Status.EXPIRED)
     return cleared

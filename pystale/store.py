@@ -156,7 +156,7 @@ class Store:
 
     # Storing
 
-    def put(self, arriving: Arriving, train_step: int | None, released: Released) -> Status:
+    def put(self, arriving: Arriving, train_step: int | None, released: Released | None) -> Status:
         """Store a group that :meth:`read` accepted and run the life cycle on it.
 
         Returns
@@ -259,7 +259,7 @@ class Store:
 
     # The life cycle
 
-    def refresh(self, train_step: int, bits: int, released: Released) -> dict[str, int]:
+    def refresh(self, train_step: int, bits: int, released: Released | None) -> dict[str, int]:
         """Run the life cycle at `train_step` over what has come due in the pools of `bits`.
 
         Returns
@@ -274,7 +274,7 @@ class Store:
             moved[record.task.name] += self._expire(record, members, released)
         return moved
 
-    def _expire(self, record: Record, expired: list[int], released: Released) -> bool:
+    def _expire(self, record: Record, expired: list[int], released: Released | None) -> bool:
         """The life cycle of one group whose members at `expired`, at least one, are EXPIRED or have come due.
 
         Returns
@@ -380,7 +380,7 @@ class Store:
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
-    def reject(self, arriving: Arriving, outcome: str, released: Released) -> None:
+    def reject(self, arriving: Arriving, outcome: str, released: Released | None) -> None:
         """Count and release a group that will not be stored."""
         if (arriving.task_name, arriving.group_id) in self.numbers:
             raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
@@ -435,7 +435,8 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            if member.tokens:
+            # A member that was reset keeps the staleness it expired with until it is generated anew.
+            if member.tokens or as_status(state.status) is not Status.EXPIRED:
                 state.seq_staleness = member.seq_staleness(self.train_step)
 
 
@@ -459,6 +460,7 @@ def _write_rerolls(state: Any, rerolls: int) -> None:
         state.rerolls = rerolls
 
 
-def _release(state: Any, cleared: dict[str, Any], released: Released) -> None:
-    if cleared:
+def _release(state: Any, cleared: dict[str, Any], released: Released | None) -> None:
+    """Collect what was cleared, where somebody wants it: holding it back keeps whole responses alive."""
+    if released is not None and cleared:
         released.append((state, cleared))

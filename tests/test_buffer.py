@@ -126,6 +126,18 @@ def test_refresh_has_a_key_for_every_task_that_had_groups_stored():
     assert b.refresh_staleness(6) == {"b": 0}
 
 
+def test_a_reset_member_keeps_the_age_it_expired_with_until_it_is_generated_anew():
+    b = buffer(2)
+    members = group([1], [4])
+    b.put(members, train_step=5)
+    assert [m.seq_staleness for m in members] == [3, 0]
+    (again,) = b.get(1, status=E)
+    assert again[0].seq_staleness == 3
+    again[0].status = C  # generated anew, and nothing came of it
+    b.put(again, train_step=5)
+    assert again[0].seq_staleness == 0
+
+
 # Groups
 
 

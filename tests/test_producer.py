@@ -1082,6 +1082,24 @@ def test_cancelling_while_pausing_cancels_what_has_not_stopped():
     assert line.stored() == {C: 1, A: 1}
 
 
+def test_a_loop_that_turns_the_cancellation_into_an_error_of_its_own_is_not_retried():
+    async def disguise(_loop, members):
+        add_tokens(members[0], 2)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError("closed by the client") from None
+
+    line = Line(ScriptedLoop(disguise))
+
+    async def main():
+        return await cancel_after(asyncio.ensure_future(line.produce(2)), 1), asyncio.get_running_loop().time()
+
+    assert run(main()) == (True, 1)
+    assert line.loop.calls == [0, 1]
+    assert line.stored() == {A: 2}
+
+
 def test_cancelling_again_while_that_is_under_way_changes_nothing():
     async def slow_to_end(_loop, members):
         try:
