@@ -1,5 +1,6 @@
 """The ``pystale`` command."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -23,16 +24,18 @@ FAR = 1_000_000
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and return its exit code; a mistake in it is one line on stderr, and 2."""
+    """Run a command line, and return its exit code; a mistake in it is one line on stderr, and 2.
+
+    Typer only reads the arguments: a command returns what is to be done. It is done outside, because what Typer makes
+    of Ctrl-C and of closed pipes depends on its version.
+    """
     # The base of every complaint about arguments; it is Click's or Typer's own, depending on the version of Typer.
     usage_error: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
     try:
-        result = app(list(arguments), prog_name="pystale", standalone_mode=False)
+        todo = app(list(arguments), prog_name="pystale", standalone_mode=False)
     except usage_error as error:
         return _refuse(error.format_message())
-    except typer.Abort:
-        return 130
-    return result if isinstance(result, int) else 0
+    return todo() if callable(todo) else 0
 
 
 def _refuse(message: str) -> int:
@@ -131,7 +134,7 @@ def demo(
             parser=_share, metavar="X", help="Share of a batch, which is 16 groups, to generate on top of the batch."
         ),
     ] = Settings.over_sample_threshold,
-) -> None:
+) -> Callable[[], int]:
     from pystale.demo.display import show
 
     settings = Settings(
@@ -144,4 +147,4 @@ def demo(
         tail_batch_trigger_size=tail_batch_trigger_size,
         over_sample_threshold=over_sample_threshold,
     )
-    raise typer.Exit(show(settings))
+    return functools.partial(show, settings)

@@ -24,6 +24,7 @@ __all__ = ["LiveDisplay", "PlainDisplay", "show"]
 
 WIDTH = 92
 INTERRUPTED = 130
+SILENCE_S = 10.0
 SPARKS = "▁▂▃▄▅▆▇█"
 AGES = ("green", "yellow", "red", "magenta")
 VERSIONS = ("cyan", "magenta", "yellow", "green", "blue")
@@ -54,10 +55,11 @@ def show(settings: Settings) -> int:
 
 
 class PlainDisplay:
-    """Lines for a file or a pipe: one every twentieth of the run."""
+    """Lines for a file or a pipe: one every twentieth of the run, and at least every ten seconds."""
 
     def __init__(self) -> None:
         self._shown = 0
+        self._said = time.perf_counter()
 
     def __enter__(self) -> None:
         pass
@@ -75,8 +77,9 @@ class PlainDisplay:
             if not record.pretrained:
                 print("teaching a base model to count, with slips and without an idea where to stop", flush=True)
             return
-        if (twentieth := record.steps * 20 // record.settings.steps) > self._shown:
-            self._shown = twentieth
+        now, twentieth = time.perf_counter(), record.steps * 20 // record.settings.steps
+        if twentieth > self._shown or now - self._said >= SILENCE_S:
+            self._shown, self._said = twentieth, now
             print(progress(record), flush=True)
 
     def finish(self, record: Record, interrupted: bool) -> None:
@@ -161,8 +164,7 @@ def panel(record: Record) -> Panel:
         rows.add_row("versions", spread(record.versions))
         rows.add_row(
             "tokens",
-            f"{share(record.masked, 1)} masked as stale, "
-            f"{record.generated_tokens / max(record.generation_s, 1e-9) / 1e3:,.0f}k generated per second",
+            f"{share(record.masked, 1)} masked as stale, {record.tokens_per_s / 1e3:,.0f}k generated per second",
         )
         rows.add_row(
             "groups",

@@ -15,7 +15,7 @@ BATCH_GROUPS = 16  # groups per trainer step
 class Settings:
     """What the options of ``pystale demo`` set; the defaults learn to count in well under a minute."""
 
-    steps: int = 350
+    steps: int = 300
     seed: int = 0
     group_size: int = 8
     max_staleness: int = 2
@@ -23,7 +23,7 @@ class Settings:
     sync_weights_interval: int = 1
     tail_batch_trigger_size: int = 0
     over_sample_threshold: float = 0.75
-    base_steps: int = 200  # supervised steps before the first trainer step; not an option
+    base_steps: int = 150  # supervised steps before the first trainer step; not an option
 
     def build(self) -> tuple[AsyncProduceStrategy, ReplayBuffer]:
         """Producer and buffer that agree on these settings.
