@@ -23,11 +23,9 @@ def group(rng: np.random.Generator, size: int = 4) -> list[RolloutState]:
         ids = rng.integers(0, OUTPUTS, rng.integers(2, 15)).astype(np.uint8)
         mask = (rng.random(len(ids)) < 0.7).astype(np.uint8)
         logprobs = np.log(rng.uniform(0.02, 0.3, len(ids))).astype(np.float32)
-        members.append(
-            RolloutState(
-                prompt_ids=prompt, response_ids=ids, response_mask=mask, logprobs=logprobs, reward=rng.random()
-            )
-        )
+        member = RolloutState(prompt_ids=prompt, response_ids=ids, response_mask=mask, logprobs=logprobs)
+        member.reward = rng.random()
+        members.append(member)
     return members
 
 

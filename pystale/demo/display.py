@@ -214,14 +214,13 @@ def _heading(response: Response) -> str:
 
 def response_panel(response: Response) -> Panel:
     """A response coloured by the model step that wrote it, grey where the mask left it out of the loss."""
-    body, legend = Text(), Text("\nmodel step ")
+    body, legend = Text(), Text("\nmodel step")
     colours: dict[int, str] = {}
     for stretch in response.stretches:
         colour = colours.setdefault(stretch.model_step, VERSIONS[len(colours) % len(VERSIONS)])
-        body.append(stretch.characters, colour if stretch.trained else "grey50")
-        legend.append(f"  {stretch.model_step}", colour)
-        if not stretch.trained:
-            legend.append(" (stale when trained, masked: grey)", "grey50")
+        style, note = (colour, "") if stretch.trained else ("grey50", " (stale when trained: masked)")
+        body.append(stretch.characters, style)
+        legend.append(f"   {stretch.model_step}{note}", style)
     return Panel(Group(body, legend), title=_heading(response), title_align="left", border_style="dim")
 
 

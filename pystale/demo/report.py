@@ -69,20 +69,12 @@ def report(record: Record) -> list[tuple[str, str]]:
         )
     )
     if record.refreshes:
-        rows.append(("refresh", refreshes(record)))
-    rows.append(
-        (
-            "longest loop gap",
-            f"{record.longest_gap_ms:.1f} ms, by a heartbeat of 5 ms beside engine, producer and buffer",
-        )
-    )
+        p50, p99 = np.percentile(record.refresh_us, [50, 99])
+        rows.append(("refresh", f"p50 {p50:.0f} us, p99 {p99:.0f} us, max {max(record.refresh_us):.0f} us"))
+        if idle := [us for us, expired in record.refreshes if not expired]:
+            rows.append(
+                ("  with nothing due", f"p50 {np.median(idle):.0f} us, in {len(idle)} of {len(record.refreshes)}")
+            )
+    rows.append(("longest loop gap", f"{record.longest_gap_ms:.1f} ms between two heartbeats 5 ms apart"))
     rows.append(("time", f"{record.seconds:.1f} s"))
     return rows
-
-
-def refreshes(record: Record) -> str:
-    """Time of a refresh: of all, and of those that found nothing to expire."""
-    p50, p99 = np.percentile(record.refresh_us, [50, 99])
-    text = f"p50 {p50:.0f} us, p99 {p99:.0f} us, max {max(record.refresh_us):.0f} us"
-    idle = [us for us, expired in record.refreshes if not expired]
-    return f"{text}; where nothing expired p50 {np.median(idle):.0f} us" if 0 < len(idle) < record.steps else text
