@@ -23,7 +23,7 @@ class Settings:
     sync_weights_interval: int = 1
     tail_batch_trigger_size: int = 0
     over_sample_threshold: float = 0.75
-    base_steps: int = 150  # supervised steps before the first trainer step; not an option
+    base_steps: int = 120  # supervised steps before the first trainer step; not an option
 
     def build(self) -> tuple[AsyncProduceStrategy, ReplayBuffer]:
         """Producer and buffer that agree on these settings.
