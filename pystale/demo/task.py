@@ -85,7 +85,7 @@ def reward(prompt_ids: Any, response_ids: Any) -> float:
 
     Examples
     --------
-    >>> reward([3, 8, 4, 1], answer([3, 8, 4, 1]))
+    >>> round(reward([3, 8, 4, 1], answer([3, 8, 4, 1])), 3)
     1.0
     >>> round(reward([3, 8, 4, 1], answer([3, 8, 4, 0])), 3)
     0.533
