@@ -1,20 +1,18 @@
 """The partial-rollout client: responses generated in parts, over aborts, faults and changes of weights."""
 
 import asyncio
-import copy
-import inspect
 import logging
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pystale.buffer import OnRelease
-from pystale.continuation import as_list, continued_fields, refuse_broken
+from pystale.call import Call
+from pystale.continuation import continued_fields
 from pystale.engine import EngineError, EngineOutput, TokenEngine
-from pystale.pending import resolved, to_the_end
-from pystale.side_data import joined_rows
+from pystale.pending import to_the_end
+from pystale.side_data import LoadRef, SideData, StoreRef
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, length, reset, write_status
 
@@ -26,55 +24,6 @@ Group = TypeVar("Group", bound=Sequence[Any])
 
 # An engine coroutine that is cancelled has this long to end before it is given up.
 CANCELLED_WITHIN_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One rollout being generated, and how far the bounds are used up."""
-
-    state: Any
-    partial: bool
-    prompt: list[int]
-    params: dict[str, Any]  # a copy: the caller's are never changed
-    limit: str  # name of the parameter that holds max_tokens
-    max_tokens: int
-    end_ids: frozenset[int]
-    deadline: float | None
-    paused: "asyncio.Future[None]"
-    request_id: str | None = None  # of the request that is out
-    failures: int = 0  # requests in a row that brought nothing
-    reason: str = ""  # why the last of them did not
-    spent: int = 0  # tokens generated for this call, dropped ones included
-
-    @property
-    def generated(self) -> int:
-        return length(self.state.response_ids)
-
-    def finished(self) -> str | None:
-        """Finish reason of a response that needs no further request."""
-        ids = self.state.response_ids
-        if length(ids) and ids[-1] in self.end_ids:
-            return "stop"
-        return "length" if length(ids) >= self.max_tokens else None
-
-    def verdict(self, output: EngineOutput) -> Status:
-        """Status that an answer gives the response; one that finishes it without a single token is a fault."""
-        status = Status.from_finish_reason(output.finish_reason)
-        nothing = status is Status.COMPLETED and not self.generated and not len(output.token_ids)
-        return Status.FAILED if nothing else status
-
-    def failed(self, reason: str) -> None:
-        self.failures += 1
-        self.reason = reason
-
-    def request_params(self) -> dict[str, Any]:
-        """Parameters of the next request: the budgets less what has been generated."""
-        params = copy.deepcopy(self.params)
-        params[self.limit] = self.max_tokens - self.generated
-        for name in ("min_tokens", "min_new_tokens"):
-            if params.get(name):
-                params[name] = max(params[name] - self.generated, 0)
-        return params
 
 
 class PartialRolloutClient:
@@ -169,8 +118,8 @@ class PartialRolloutClient:
         backoff_s: float = 0.5,
         max_backoff_s: float = 30.0,
         abort_grace_s: float = 1.0,
-        load_ref: Callable[[Any], Any] | None = None,
-        store_ref: Callable[[Any], Any] | None = None,
+        load_ref: LoadRef | None = None,
+        store_ref: StoreRef | None = None,
         on_release: OnRelease | None = None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
@@ -179,12 +128,11 @@ class PartialRolloutClient:
         for name in ("generate", "abort"):
             if not callable(getattr(engine, name, None)):
                 raise TypeError(f"engine must have a method {name}, got {type(engine).__name__}")
-        given = {"model_step": model_step, "load_ref": load_ref, "store_ref": store_ref, "on_release": on_release}
-        for name, value in {**given, "clock": clock, "sleep": sleep, "random": random}.items():
-            if not callable(value) and (value is not None or name in ("model_step", "sleep", "random")):
+        clock = clock or _loop_time
+        given = {"model_step": model_step, "clock": clock, "sleep": sleep, "random": random}
+        for name, value in given.items():
+            if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
-        if (load_ref is None) != (store_ref is None):
-            raise ValueError("load_ref and store_ref belong together; give both or neither")
         self.engine = engine
         self.model_step = model_step
         self.max_tokens = None if max_tokens is None else checked_int("max_tokens", max_tokens, at_least=1)
@@ -195,13 +143,11 @@ class PartialRolloutClient:
         self.backoff_s = _checked_seconds("backoff_s", backoff_s)
         self.max_backoff_s = _checked_seconds("max_backoff_s", max_backoff_s)
         self.abort_grace_s = _checked_seconds("abort_grace_s", abort_grace_s)
-        self.load_ref = load_ref
-        self.store_ref = store_ref
-        self.on_release = on_release
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._side_data = SideData(load_ref, store_ref, on_release)
+        self._clock = clock
         self._sleep = sleep
         self._random = random
-        self._calls: dict[_Call, None] = {}
+        self._calls: dict[Call, None] = {}
 
     # What an agent loop does
 
@@ -274,38 +220,11 @@ class PartialRolloutClient:
 
     # One call
 
-    def _call(self, state: Any, partial: bool) -> _Call:
-        """Check a rollout and what it asks for. Nothing changes."""
-        if not isinstance(partial, bool):
-            raise TypeError(f"enable_partial_rollout must be a bool, got {type(partial).__name__}")
-        which = f"rollout_id {getattr(state, 'rollout_id', None)!r}"
-        if not length(state.prompt_ids):
-            raise ValueError(f"{which} has no prompt_ids; at least one token is needed to continue from")
-        params = _as_dict(getattr(state, "sample_params", None), which)
-        limit = "max_new_tokens" if "max_new_tokens" in params and "max_tokens" not in params else "max_tokens"
-        max_tokens = params.get(limit)
-        if max_tokens is None and (max_tokens := self.max_tokens) is None:
-            raise ValueError(f"sample_params of {which} have no max_tokens; give it there or to the client")
-        if params.get("n") not in (None, 1):
-            raise ValueError(
-                f"sample_params of {which} have n={params['n']}; a rollout is one response, so n must be 1"
-            )
-        if partial:
-            refuse_broken(state, which)
-        end_ids = frozenset() if params.get("ignore_eos") else self.eos_token_ids
-        return _Call(
-            state=state,
-            partial=partial,
-            prompt=as_list(state.prompt_ids),
-            params=params,
-            limit=limit,
-            max_tokens=checked_int(f"{limit} of {which}", max_tokens, at_least=0),
-            end_ids=end_ids | frozenset(params.get("stop_token_ids") or ()),
-            deadline=None if self.max_seconds is None else self._clock() + self.max_seconds,
-            paused=asyncio.get_running_loop().create_future(),
-        )
+    def _call(self, state: Any, partial: bool) -> Call:
+        deadline = None if self.max_seconds is None else self._clock() + self.max_seconds
+        return Call.of(state, partial, max_tokens=self.max_tokens, eos_token_ids=self.eos_token_ids, deadline=deadline)
 
-    async def _generate(self, call: _Call) -> None:
+    async def _generate(self, call: Call) -> None:
         self._calls[call] = None
         try:
             await self._run(call)
@@ -316,7 +235,7 @@ class PartialRolloutClient:
         finally:
             del self._calls[call]
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: Call) -> None:
         state = call.state
         if not call.partial:
             await self._restart(call)
@@ -361,15 +280,15 @@ class PartialRolloutClient:
                     call.failed(f"the engine aborted the request by itself after {new} tokens")
                     await self._restart(call)
 
-    def _bound_reached(self, call: _Call, delay: float) -> str:
+    def _bound_reached(self, call: Call, delay: float) -> str:
         """The bound that the next request would pass, empty if none."""
         if call.failures >= self.max_attempts:
             return f"max_attempts: {call.failures} requests in a row brought nothing"
         if call.deadline is not None and self._clock() + delay >= call.deadline:
             return f"max_seconds: not done within {self.max_seconds} s"
-        asked = call.max_tokens - call.generated
-        if self.token_budget is not None and call.spent + asked > self.token_budget:
-            return f"token_budget: {call.spent} of {self.token_budget} tokens are spent, the next request takes {asked}"
+        if self.token_budget is not None and call.spent + call.left > self.token_budget:
+            spent = f"{call.spent} of {self.token_budget} tokens are spent"
+            return f"token_budget: {spent}, the next request takes {call.left}"
         return ""
 
     def _delay(self, failures: int) -> float:
@@ -379,7 +298,7 @@ class PartialRolloutClient:
         longest = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(failures - 1, 64))
         return longest * (1 - self._random() / 2)
 
-    async def _restart(self, call: _Call) -> None:
+    async def _restart(self, call: Call) -> None:
         """Drop the tokens of a rollout that does not go on from them."""
         state = call.state
         if call.partial or not (
@@ -388,11 +307,11 @@ class PartialRolloutClient:
             return
         cleared = reset(state)
         write_status(state, Status.INIT)
-        await to_the_end(self._release([(state, cleared)]))
+        await to_the_end(self._side_data.release(state, cleared))
 
     # One request
 
-    async def _request(self, call: _Call, served: int) -> EngineOutput:
+    async def _request(self, call: Call, served: int) -> EngineOutput:
         """Send a request and wait for its answer; `served` is the model step from before it goes out."""
         request_id = uuid.uuid4().hex  # all of one length: engines abort by prefix
         request = asyncio.ensure_future(self._send(call, request_id))
@@ -415,11 +334,10 @@ class PartialRolloutClient:
             raise EngineError("the engine cancelled the request")
         return request.result()
 
-    async def _send(self, call: _Call, request_id: str) -> EngineOutput:
+    async def _send(self, call: Call, request_id: str) -> EngineOutput:
         if call.paused.done():  # between creating this task and its first step: too early for the engine to abort it
             return EngineOutput((), "abort")
-        tokens = [*call.prompt, *as_list(call.state.response_ids)]
-        output = await self.engine.generate(tokens, call.request_params(), request_id)
+        output = await self.engine.generate(call.tokens(), call.request_params(), request_id)
         if not isinstance(output, EngineOutput):
             raise TypeError(f"the engine must return an EngineOutput, got {type(output).__name__}")
         return output
@@ -457,7 +375,7 @@ class PartialRolloutClient:
 
     # What an answer changes
 
-    async def _keep(self, call: _Call, output: EngineOutput, served: int) -> None:
+    async def _keep(self, call: Call, output: EngineOutput, served: int) -> None:
         """Take what a request answered when its call was cancelled already, if it can be used."""
         try:
             if (status := call.verdict(output)) is Status.FAILED:
@@ -467,16 +385,18 @@ class PartialRolloutClient:
         except Exception:
             logger.warning("what a cancelled request answered is dropped", exc_info=True)
 
-    async def _absorb(self, call: _Call, output: EngineOutput, served: int, status: Status) -> None:
+    async def _absorb(self, call: Call, output: EngineOutput, served: int, status: Status) -> None:
         """Append what a request brought to its state, and release what it replaced; all or, if it raises, nothing."""
         state = call.state
         kept, added = getattr(state, "routed_experts", None), output.routed_experts
         try:
             new = len(output.token_ids)
-            if new > (left := call.max_tokens - call.generated):
-                raise ValueError(f"{new} tokens for a request of at most {left}")
+            if new > call.left:
+                raise ValueError(f"{new} tokens for a request of at most {call.left}")
             fields = continued_fields(state, output, output.runs(served), call.prompt)
-            rows = await self._joined(call, kept, added, new)
+            rows = await self._side_data.joined(
+                kept, added, sent=len(call.prompt) + call.generated, generated=call.generated, new=new
+            )
         except Exception:
             await self._drop(state, output)
             raise
@@ -485,55 +405,21 @@ class PartialRolloutClient:
         if rows is not kept:
             state.routed_experts = rows
         _end(state, status, "abort" if status is Status.ABORTED else output.finish_reason)
-        old = [value for value in (kept, added) if value is not None and value is not rows]
-        await self._release([(state, {"routed_experts": value}) for value in old])
-
-    async def _joined(self, call: _Call, kept: Any, added: Any, new: int) -> Any:
-        """Rows, or a reference to them, of the response with `new` more tokens."""
-        sent = len(call.prompt) + call.generated
-        if self.load_ref is None or self.store_ref is None:
-            return joined_rows(kept, added, sent=sent, generated=call.generated, new=new)
-        if new and kept is None and added is not None and not call.generated:
-            return added  # the usual case, one request, need not load anything; joining checks the rows
-        if not new or (kept is None and added is None):
-            return kept
-        rows = [None if ref is None else await resolved(self.load_ref(ref)) for ref in (kept, added)]
-        return await resolved(self.store_ref(joined_rows(*rows, sent=sent, generated=call.generated, new=new)))
+        await self._side_data.release_all_but(rows, state, kept, added)
 
     async def _drop(self, state: Any, output: EngineOutput) -> None:
         """Release what an answer that is not used refers to."""
-        if output.routed_experts is not None and output.routed_experts is not getattr(state, "routed_experts", None):
-            await self._release([(state, {"routed_experts": output.routed_experts})])
+        await self._side_data.release_all_but(getattr(state, "routed_experts", None), state, output.routed_experts)
 
-    async def _release(self, released: list[tuple[Any, dict[str, Any]]]) -> None:
-        released = [(state, cleared) for state, cleared in released if cleared]
-        if not released or self.on_release is None:
-            return
-        try:
-            result = self.on_release(released)
-            if inspect.isawaitable(result):
-                await result
-        except Exception:
-            logger.exception("on_release failed on %d states", len(released))
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _end(state: Any, status: Status, finish_reason: str | None, error_msg: str | None = None) -> None:
     write_status(state, status)
     state.finish_reason = finish_reason
     state.error_msg = error_msg
-
-
-def _as_dict(params: Any, which: str) -> dict[str, Any]:
-    """A copy of sampling parameters, deep, so that no engine can change the caller's."""
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return copy.deepcopy(dict(params))
-    if callable(dump := getattr(params, "model_dump", None)):
-        return dict(dump())
-    raise TypeError(
-        f"sample_params of {which} must be a mapping or have model_dump (pydantic), got {type(params).__name__}"
-    )
 
 
 def _checked_seconds(name: str, value: Any) -> float:

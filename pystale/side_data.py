@@ -1,10 +1,21 @@
 """Data that comes along with tokens, one row each, and how the rows of several requests become those of a response."""
 
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["joined_rows"]
+from pystale.buffer import OnRelease
+from pystale.pending import resolved
+
+__all__ = ["SideData", "joined_rows"]
+
+logger = logging.getLogger("pystale")
+
+LoadRef = Callable[[Any], Awaitable[Any] | Any]
+StoreRef = Callable[[Any], Awaitable[Any] | Any]
 
 
 def joined_rows(kept: Any, added: Any, *, sent: int, generated: int, new: int) -> Any:
@@ -96,3 +107,52 @@ def _count(what: str, rows: Any) -> int:
             f"{what} must be a list or an array, got {type(rows).__name__}; for references to rows give load_ref and "
             f"store_ref"
         ) from None
+
+
+class SideData:
+    """The side data of responses, given as rows or as references to rows, and the release of what is not needed.
+
+    Parameters
+    ----------
+    load_ref, store_ref, on_release : callable, optional
+        See :class:`~pystale.client.PartialRolloutClient`.
+    """
+
+    def __init__(self, load_ref: LoadRef | None, store_ref: StoreRef | None, on_release: OnRelease | None) -> None:
+        given = {"load_ref": load_ref, "store_ref": store_ref, "on_release": on_release}
+        for name, value in given.items():
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+        if (load_ref is None) != (store_ref is None):
+            raise ValueError("load_ref and store_ref belong together; give both or neither")
+        self.load_ref = load_ref
+        self.store_ref = store_ref
+        self.on_release = on_release
+
+    async def joined(self, kept: Any, added: Any, *, sent: int, generated: int, new: int) -> Any:
+        """Rows, or a reference to them, of a response after one more request (see :func:`joined_rows`)."""
+        if self.load_ref is None or self.store_ref is None:
+            return joined_rows(kept, added, sent=sent, generated=generated, new=new)
+        if not new or (kept is None and added is None):
+            return kept
+        if kept is None and not generated:
+            return added  # the usual case, one request, loads nothing; its rows are checked once more are joined
+        old, more = [None if ref is None else await resolved(self.load_ref(ref)) for ref in (kept, added)]
+        return await resolved(self.store_ref(joined_rows(old, more, sent=sent, generated=generated, new=new)))
+
+    async def release(self, state: Any, *fields: dict[str, Any]) -> None:
+        """Tell ``on_release`` of old values of fields that `state` holds no longer. What it raises is logged."""
+        released = [(state, cleared) for cleared in fields if cleared]
+        if not released or self.on_release is None:
+            return
+        try:
+            result = self.on_release(released)
+            if inspect.isawaitable(result):
+                await result
+        except Exception:
+            logger.exception("on_release failed on %d states", len(released))
+
+    async def release_all_but(self, held: Any, state: Any, *values: Any) -> None:
+        """Release those of `values` that are not `held`."""
+        old = [value for value in values if value is not None and value is not held]
+        await self.release(state, *({"routed_experts": value} for value in old))

@@ -32,6 +32,7 @@ LAYERS = (
         "versions",
     ),
     (
+        "call",
         "client",
         "continuation",
         "engine",
