@@ -358,8 +358,10 @@ class PartialRolloutClient:
     async def _abort(self, request_id: str) -> None:
         try:
             await self.engine.abort(request_id)
-        except Exception:
-            logger.warning("the engine did not take the abort of request %s", request_id, exc_info=True)
+        except Exception as error:
+            logger.warning(
+                "the engine did not take the abort of request %s: %s: %s", request_id, type(error).__name__, error
+            )
 
     async def _wait(self, future: "asyncio.Future[Any]", seconds: float | None) -> None:
         """Until `future` is done or `seconds` have passed. Neither they nor a cancellation end `future`."""

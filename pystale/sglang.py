@@ -6,8 +6,10 @@ nothing is gained by streaming, and by default every chunk of a stream repeats a
 Answers are untrusted: sizes are bounded while they are read, and every type is checked before it is used.
 """
 
+import asyncio
 import base64
 import binascii
+import functools
 import json
 import math
 import reprlib
@@ -29,6 +31,7 @@ __all__ = ["SGLangEngine", "numbered_version"]
 
 # Statuses under 500 that say "not now" rather than "not this": timeout, too early, too many.
 _RETRIABLE = frozenset((408, 425, 429))
+ABORTS_AT_ONCE = 16
 _SHOWN = 300  # characters of an unexpected answer that an error shows
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
@@ -69,7 +72,8 @@ class SGLangEngine:
     headers : mapping of str to str, optional
         For example ``{"Authorization": "Bearer ..."}``.
     client : httpx.AsyncClient, optional
-        Used instead of one of its own, and not closed. `headers` and timeouts go with every request all the same.
+        Used instead of clients of its own, and not closed. It needs a connection for every request that may run at
+        once, and then some for aborts. `headers` and timeouts go with every request all the same.
 
     Raises
     ------
@@ -127,12 +131,17 @@ class SGLangEngine:
         # Compressed answers would make the bound on their size one on what is sent, not on what they unpack to.
         self._headers = {"Accept-Encoding": "identity", **(headers or {})}
         self._timeout = httpx.Timeout(timeout_s, connect=connect_timeout_s, pool=None)
-        self._abort_timeout = httpx.Timeout(connect_timeout_s)
-        self._owns_client = client is None
-        # No limit on connections: a queue in the pool would hold up aborts behind the requests they are to abort.
-        self._client = client or httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None), trust_env=False
-        )
+        self._abort_timeout = httpx.Timeout(connect_timeout_s, pool=None)
+        self._client = client
+        if client is None:
+            # Every request to generate has a connection pool of its own. In a shared one, each costs time in proportion
+            # to those that run (with 300 of them and idle connections 30 ms), and one that meets a connection the
+            # server has just closed fails. Aborts are short and come in bursts: they share a few connections.
+            context = httpx.create_ssl_context(trust_env=False)
+            self._own_client = functools.partial(httpx.AsyncClient, verify=context, trust_env=False)
+            self._abort_client = self._own_client()
+        # Aborts wait here and not in the pool, whose every step looks at all that wait in it.
+        self._aborting = asyncio.Semaphore(ABORTS_AT_ONCE)
         self._http_error = httpx.HTTPError
 
     async def generate(self, tokens: list[int], sampling_params: dict[str, Any], request_id: str) -> EngineOutput:
@@ -146,18 +155,26 @@ class SGLangEngine:
         }
         if self.routed_experts_shape is not None:
             body["return_routed_experts"] = True
-        return self._output(_parsed(await self._post("/generate", body, self._timeout)))
+        if self._client is not None:
+            answer = await self._post(self._client, "/generate", body, self._timeout)
+        else:
+            async with self._own_client() as client:
+                answer = await self._post(client, "/generate", body, self._timeout)
+        return self._output(_parsed(answer))
 
     async def abort(self, request_id: str) -> None:
         """Have the server end a request. One it does not know (any more, or yet) is no error."""
         if not request_id:
             raise ValueError("request_id is empty, and an SGLang server aborts all requests that begin with it")
-        await self._post("/abort_request", {"rid": request_id}, self._abort_timeout)
+        async with self._aborting:
+            await self._post(
+                self._client or self._abort_client, "/abort_request", {"rid": request_id}, self._abort_timeout
+            )
 
     async def aclose(self) -> None:
         """Close the connections, if they are its own."""
-        if self._owns_client:
-            await self._client.aclose()
+        if self._client is None:
+            await self._abort_client.aclose()
 
     async def __aenter__(self) -> "SGLangEngine":
         return self
@@ -167,11 +184,13 @@ class SGLangEngine:
     ) -> None:
         await self.aclose()
 
-    async def _post(self, path: str, body: dict[str, Any], timeout: "httpx.Timeout") -> bytes:
+    async def _post(
+        self, client: "httpx.AsyncClient", path: str, body: dict[str, Any], timeout: "httpx.Timeout"
+    ) -> bytes:
         url = self.base_url + path
         answer = bytearray()
         try:
-            async with self._client.stream("POST", url, json=body, headers=self._headers, timeout=timeout) as response:
+            async with client.stream("POST", url, json=body, headers=self._headers, timeout=timeout) as response:
                 async for piece in response.aiter_bytes():
                     if len(answer) + len(piece) > self.max_answer_bytes:
                         raise EngineError(f"{url}: the answer is longer than max_answer_bytes, {self.max_answer_bytes}")
