@@ -25,7 +25,7 @@ class Call:
         Whether aborted requests leave their tokens.
     prompt : list of int
     params : dict
-        Copy of the caller's sampling parameters, which are never changed.
+        The caller's sampling parameters, which are never changed.
     limit : str
         The parameter that holds `max_tokens`.
     max_tokens : int
@@ -138,6 +138,7 @@ class Call:
 
     def request_params(self) -> dict[str, Any]:
         """Parameters of the next request: the caller's, with budgets less what has been generated."""
+        # Deep, so that an engine which changes a list in them does not change the caller's.
         params = copy.deepcopy(self.params)
         params[self.limit] = self.left
         for name in ("min_tokens", "min_new_tokens"):
@@ -147,11 +148,11 @@ class Call:
 
 
 def _as_dict(params: Any, which: str) -> dict[str, Any]:
-    """A copy of sampling parameters, deep, so that no engine can change the caller's."""
+    """Sampling parameters in a dict of our own."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
-        return copy.deepcopy(dict(params))
+        return dict(params)
     if callable(dump := getattr(params, "model_dump", None)):
         return dict(dump())
     raise TypeError(

@@ -66,7 +66,7 @@ class SGLangEngine:
     timeout_s : float or None, default 3600.0
         Seconds without a byte from the server after which a request fails.
     connect_timeout_s : float, default 10.0
-        Also bounds all of an abort.
+        Also bounds every step of an abort.
     max_answer_bytes : int, default 256 MiB
         Longest answer that is read.
     headers : mapping of str to str, optional

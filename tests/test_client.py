@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -713,6 +714,36 @@ def test_cancelling_twice_does_not_wait_for_the_engine():
     assert (state.status, engine.cancelled) == (A, 1)
 
 
+def test_an_engine_that_does_not_even_end_when_cancelled_is_given_up():
+    class Stubborn(Deaf):
+        async def generate(self, tokens, sampling_params, request_id):
+            try:
+                await super().generate(tokens, sampling_params, request_id)
+            except asyncio.CancelledError:
+                await asyncio.sleep(100)
+                raise ValueError("too late") from None
+
+    reported = []
+    state = new_state()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: reported.append(context))
+        call = asyncio.create_task(client_of(Stubborn(("wait", None))).generate(state, enable_partial_rollout=True))
+        await settle()
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        assert loop.time() < 10
+        del call
+        await asyncio.sleep(200)
+        gc.collect()
+
+    run(main())
+    assert state.status is A
+    assert reported == []
+
+
 def test_a_response_that_was_finished_when_its_call_was_cancelled_stays_so():
     engine = Engine(("wait", out(4, "stop")))
     state = new_state()
@@ -900,6 +931,8 @@ def test_rows_that_are_no_rows_are_refused():
             joined_rows(None, rows, sent=2, generated=0, new=3)
     with pytest.raises(ValueError, match="have 0 rows"):
         joined_rows(None, [1] * 6, sent=5, generated=3, new=1)
+    with pytest.raises(ValueError, match="have 2 rows"):
+        joined_rows([1] * 2, [1], sent=5, generated=3, new=1)
     with pytest.raises(ValueError, match="have 3 rows"):
         joined_rows([1] * 3, [1] * 6, sent=5, generated=3, new=1)
 

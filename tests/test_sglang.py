@@ -82,10 +82,10 @@ class Server:
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
-            self._connections.discard(asyncio.current_task())
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+            self._connections.discard(asyncio.current_task())
 
     async def _serve(self, path, body, reader, writer):
         if path == "/abort_request":
