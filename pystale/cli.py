@@ -35,7 +35,9 @@ def run(arguments: Sequence[str]) -> int:
         todo = app(list(arguments), prog_name="pystale", standalone_mode=False)
     except usage_error as error:
         return _refuse(error.format_message())
-    return todo() if callable(todo) else 0
+    if callable(todo):
+        return int(todo())
+    return todo if isinstance(todo, int) else 0  # help and version have been printed, or Ctrl-C came
 
 
 def _refuse(message: str) -> int:

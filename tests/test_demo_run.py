@@ -143,6 +143,15 @@ def test_a_fault_comes_out_and_leaves_no_task(monkeypatch):
         finished()
 
 
+def test_a_fault_of_the_engine_is_an_error_and_no_hang(monkeypatch):
+    def broken(self: Any) -> None:
+        raise RuntimeError("the engine broke")
+
+    monkeypatch.setattr(Engine, "_decode", broken)
+    with pytest.raises(RuntimeError, match="the engine"):
+        finished()
+
+
 def test_the_heartbeat_sees_what_holds_the_loop(monkeypatch):
     original = Engine._decode
 
