@@ -409,19 +409,17 @@ class ReplayBuffer:
         return [record.states for record in records]
 
     def _take_batch(self, sizes: Sizes, status: Any) -> TrainBatch:
-        sizes, status = checked_sizes(sizes), as_status(status)
+        sizes, status = self._checked_sizes(sizes), as_status(status)
         with self._lock:
             claimed = self._claim(sizes, status)
         return self._train(sizes, claimed, None)
 
     def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Released | None]:
         """The batch, or None with what the refresh released, which has to be freed before trying again."""
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
         released = self._to_release()
         with self._lock:
-            for task_name in sizes:
-                self._store.settings(task_name)
             self._store.refresh(train_step, AGEING_BITS, released)
             if released:
                 return None, released
@@ -455,17 +453,23 @@ class ReplayBuffer:
                 tokens[record.task.name] += self._store.train(record, taken)
         return TrainBatch(groups, tokens)
 
+    def _checked_sizes(self, sizes: Any) -> dict[str, int]:
+        checked = checked_sizes(sizes)
+        for task_name in checked:
+            self._store.settings(task_name)  # here, and not when a put looks who can go on
+        return checked
+
     def _short(self, sizes: Sizes, status: Status = Status.COMPLETED) -> bool:
         return any(self._store.count(task_name, status) < n for task_name, n in sizes.items())
 
     def _is_ready(self, sizes: Sizes) -> bool:
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         with self._lock:
             return not self._short(sizes)
 
     def _enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
         """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
         with self._lock:
