@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pystale._core import StalenessIndex
 from pystale._objects import Member, ModelSteps, trainable_mask
 from pystale.group import AGEING, Arriving, Group
@@ -443,16 +445,27 @@ class Store:
 def _tokens_of(state: Any) -> Any:
     """Copy of a response's tokens, or of their steps where it has no ids; None when it has none."""
     tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    return tokens[:] if isinstance(tokens, (list, tuple, ModelSteps)) else None if tokens is None else tokens.copy()
+    if tokens is None:
+        return None
+    if isinstance(tokens, (list, tuple, ModelSteps)):
+        return tokens[:]
+    return tokens.copy() if isinstance(tokens, np.ndarray) else _plain(tokens)
+
+
+def _plain(tokens: Any) -> list[Any]:
+    """Tokens as a list of their own. Not every container has ``copy``, and a slice of a tensor is a view."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    return listed if isinstance(listed, list) else [listed]
 
 
 def _begins_with(state: Any, begins: Any) -> bool:
     if begins is None:
         return True
     tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    if tokens is None:
+    if tokens is None or not len(begins):
         return len(begins) == 0
-    return len(begins) == 0 or list(tokens[: len(begins)]) == list(begins)
+    sliced = isinstance(tokens, (list, tuple, ModelSteps, np.ndarray))
+    return _plain(tokens[: len(begins)] if sliced else tokens)[: len(begins)] == _plain(begins)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:

@@ -3,6 +3,7 @@
 import gc
 import sys
 import tracemalloc
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -774,3 +775,46 @@ def test_a_refresh_with_nothing_due_allocates_nothing_that_grows(groups):
         gc.enable()
     assert grown < 32
     assert peak < 4096
+
+
+class Tensor:
+    """Tokens in a container of another library: no ``copy``, and slices are views."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, at):
+        return Tensor(self.values[at])
+
+    def tolist(self):
+        return self.values.tolist()
+
+
+@pytest.mark.parametrize("container", [Tensor, tuple, bytes, np.array, lambda ids: array("q", ids)])
+def test_tokens_in_any_container_are_continued_or_restarted(container):
+    b = buffer(9)
+    member = state([3, 3], A)
+    member.response_ids = container([1, 2])
+    b.put([member])
+    [continued] = b.get(1, status=A)
+    member.response_ids, member.response_model_steps = container([1, 2, 3]), [3, 3, 4]
+    b.put(continued)
+    assert b.ledger()["produced"] == 3
+    assert not b.ledger()["discarded"]
+    [restarted] = b.get(1, status=A)
+    member.response_ids = container([7, 2, 3])
+    b.put(restarted)
+    assert b.ledger()["discarded"] == {"restarted": 3}
+    assert len(set(balance(b.ledger()))) == 1
+
+
+def test_tokens_of_several_numbers_each_are_continued():
+    b = buffer(9)
+    member = state([3, 3], A)
+    member.response_ids = np.array([[1, 2], [3, 4]])
+    b.put([member])
+    assert b.put(b.get(1, status=A)[0]) is A
+    assert b.ledger()["produced"] == 2
