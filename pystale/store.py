@@ -414,12 +414,13 @@ class Store:
         group_id, task_name = getattr(first, "group_id", None), getattr(first, "task_name", None)
         if (task_name, group_id) in self.tickets:
             return str(task_name)
-        tasks = [name for name, known in self.tickets if known == group_id]
+        stored = (task_name, group_id) in self.numbers
+        tasks = [] if stored else [name for name, known in self.tickets if known == group_id]
         if len(tasks) == 1:
             return tasks[0]
         if tasks:
             raise ValueError(f"group {group_id!r} is handed out by tasks {', '.join(sorted(tasks))}; set its task_name")
-        where = "is stored" if any(known == group_id for _, known in self.numbers) else "is not handed out"
+        where = "is stored" if stored or any(known == group_id for _, known in self.numbers) else "is not handed out"
         raise ValueError(f"group {group_id!r} {where}; only groups handed out by get and not put back can be settled")
 
     # Helpers
