@@ -178,7 +178,7 @@ class Store:
         status = group_status(arriving.statuses)
         record = self.record(
             arriving,
-            self._own_group_id() if group_id is None else group_id,
+            self._own_group_id(arriving.task_name) if group_id is None else group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
@@ -240,9 +240,13 @@ class Store:
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
 
-    def _own_group_id(self) -> int:
-        self.own_group_ids += 1
-        return FIRST_OWN_GROUP_ID + self.own_group_ids
+    def _own_group_id(self, task_name: str) -> int:
+        """An id that no group of the task has, not even one whose user counts up from where these ids start."""
+        while True:
+            self.own_group_ids += 1
+            name = (task_name, FIRST_OWN_GROUP_ID + self.own_group_ids)
+            if name not in self.numbers and name not in self.tickets:
+                return name[1]
 
     def _book_return(self, ticket: Ticket, arriving: Arriving) -> None:
         """Book what became of the tokens a group had when it was handed out.

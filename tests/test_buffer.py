@@ -818,3 +818,16 @@ def test_tokens_of_several_numbers_each_are_continued():
     b.put([member])
     assert b.put(b.get(1, status=A)[0]) is A
     assert b.ledger()["produced"] == 2
+
+
+def test_an_id_the_buffer_gives_is_that_of_no_other_group():
+    b = buffer(9)
+    [first] = group([3])
+    b.put([first])
+    b.put(group([3], group_id=first.group_id + 1))
+    b.put(group([3], status=A, group_id=first.group_id + 2))
+    b.get(1, status=A)
+    [last] = group([3])
+    b.put([last])
+    assert last.group_id == first.group_id + 3
+    assert len(b.get(9)) == 3
