@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pystale.arguments import (
     Rules,
     Sizes,
@@ -470,8 +472,11 @@ class ReplayBuffer:
     def _enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
         """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
         sizes = self._checked_sizes(sizes)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
+                raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__} {timeout!r}")
+            if not timeout >= 0:
+                raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
         with self._lock:
             return self._waiters.add(sizes, wake) if self._short(sizes) else None
 

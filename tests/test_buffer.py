@@ -721,6 +721,8 @@ def test_discarding_with_a_token_rule_warns_once_of_the_consequence():
         (lambda b: b.take_train_batch({"default": 1}, train_step=0), ValueError, "train_step"),
         (lambda b: b.wait_ready({"default": 1}, timeout=-1), ValueError, "timeout"),
         (lambda b: b.wait_ready({"default": 1}, timeout=float("nan")), ValueError, "timeout"),
+        (lambda b: b.wait_ready({"default": 1}, timeout=True), TypeError, "timeout"),
+        (lambda b: b.wait_ready({"default": 1}, timeout="1"), TypeError, "timeout"),
         (lambda b: b.settle([], "done"), ValueError, "outcome"),
         (lambda b: b.reject(group([1]), outcome="trained"), ValueError, "outcome"),
     ],
