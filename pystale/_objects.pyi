@@ -70,6 +70,7 @@ def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> 
 
 # Old values of the fields that held something.
 def replace_fields(state: Any, new: dict[str, Any]) -> dict[str, Any]: ...
+
 @final
 class ModelSteps:
     __hash__: ClassVar[None]  # type: ignore[assignment]
