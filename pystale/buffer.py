@@ -363,7 +363,14 @@ class ReplayBuffer:
         ValueError
             If the buffer is not empty, the order differs, or a stored task has no rule here.
         """
-        await asyncio.get_running_loop().run_in_executor(None, self._resume, directory)
+        cancelled = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, cancelled)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait([running])
+            raise
 
     def __len__(self) -> int:
         with self._lock:
@@ -553,10 +560,12 @@ class ReplayBuffer:
             with self._lock:
                 self._saves.remove(job)
 
-    def _resume(self, directory: str | os.PathLike[str]) -> None:
+    def _resume(self, directory: str | os.PathLike[str], cancelled: threading.Event | None = None) -> None:
         self._refuse_resume()
         store = load(directory, self._new_store)
         with self._lock:
+            if cancelled is not None and cancelled.is_set():
+                return
             self._refuse_resume()
             store.before_change = self._preserve
             self._store = store

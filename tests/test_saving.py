@@ -319,3 +319,31 @@ def test_the_order_of_the_largest_steps_is_resumed(tmp_path, order):
     resumed = make(order=order).sync
     resumed.resume(tmp_path)
     assert [m.group_id for (m,) in resumed.get(2)] == [m.group_id for (m,) in b.get(2)]
+
+
+def test_a_cancelled_resume_loads_nothing(tmp_path, monkeypatch):
+    filled().sync.save(tmp_path)
+    reading, going_on, load = threading.Event(), threading.Event(), pystale.saving.load
+
+    def slow(*args):
+        reading.set()
+        assert going_on.wait(20)
+        return load(*args)
+
+    monkeypatch.setattr("pystale.buffer.load", slow)
+
+    async def main():
+        buffer = make()
+        resume = asyncio.create_task(buffer.resume(tmp_path))
+        await asyncio.to_thread(reading.wait, 20)
+        resume.cancel()
+        await asyncio.sleep(0)
+        going_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await resume
+        return buffer
+
+    buffer = asyncio.run(main())  # its end waits for the threads of the executor
+    assert len(buffer) == 0
+    buffer.sync.resume(tmp_path)
+    assert len(buffer) == 5
