@@ -28,6 +28,7 @@ Released = list[tuple[Any, dict[str, Any]]]
 number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
+_ABSENT = object()
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
@@ -174,46 +175,74 @@ class Store:
                 f"group {group_id!r} of task {arriving.task_name!r} is stored already; "
                 "take it out before putting it again"
             )
-        ticket = self.tickets.pop(name, None)
+        ticket = self.tickets.get(name)
         status = group_status(arriving.statuses)
+        if group_id is None:
+            group_id = self._own_group_id(arriving.task_name)
+        rerolls = arriving.rerolls if ticket is None else ticket.rerolls
+        now = self.train_step if train_step is None else train_step
+        # First of all, as a state may refuse: then nothing has changed.
+        self._write(arriving, group_id, rerolls, now)
         record = self.record(
             arriving,
-            self._own_group_id(arriving.task_name) if group_id is None else group_id,
+            group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
-            arriving.rerolls if ticket is None else ticket.rerolls,
+            rerolls,
         )
         self.insert(record, arriving.statuses)
-
-        for state, steps in zip(arriving.states, arriving.steps, strict=True):
-            if steps is not state.response_model_steps:
-                state.response_model_steps = steps
-            if group_id is None and hasattr(state, "group_id"):
-                state.group_id = record.group_id
-            if getattr(state, "task_name", arriving.task_name) is None:
-                state.task_name = arriving.task_name
-            _write_rerolls(state, record.rerolls)
+        self.train_step = now
         tokens = record.tokens
         if ticket is None:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
+            del self.tickets[name]
             self._book_return(ticket, arriving)
         self.ledger.stored += tokens
 
-        if train_step is not None:
-            self.train_step = train_step
         if status not in AGEING:
-            self._write_staleness(record)
             return status
-        self._write_staleness(record)
         expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
-        if self.train_step is not None:
-            expired += self.index.due_members(record.number, self.train_step)
+        if now is not None:
+            expired += self.index.due_members(record.number, now)
         if expired:
             self._expire(record, expired, released)
         return record.status
+
+    def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
+        """Write to the states of a group what storing it says of them; all of it, or nothing when a state refuses.
+
+        Raises
+        ------
+        TypeError
+            Naming the member and the field that cannot be written.
+        """
+        written: list[tuple[Any, str, Any]] = []
+        for position, (state, steps, member, status) in enumerate(
+            zip(arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True)
+        ):
+            new: dict[str, Any] = {"status": state.status}  # tried out: the life cycle will write it
+            if steps is not state.response_model_steps:
+                new["response_model_steps"] = steps
+            if arriving.group_id is None and hasattr(state, "group_id"):
+                new["group_id"] = group_id
+            if getattr(state, "task_name", arriving.task_name) is None:
+                new["task_name"] = arriving.task_name
+            if getattr(state, "rerolls", rerolls) != rerolls:
+                new["rerolls"] = rerolls
+            if now is not None and _shows_staleness(member, status):
+                new["seq_staleness"] = member.seq_staleness(now)
+            for name, value in new.items():
+                old = getattr(state, name, _ABSENT)
+                try:
+                    setattr(state, name, value)
+                except Exception as error:
+                    for other, other_name, before in reversed(written):
+                        _restore(other, other_name, before)
+                    raise TypeError(f"member {position}: its {name} cannot be written: {error}") from error
+                written.append((state, name, old))
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -442,9 +471,20 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            # A member that was reset keeps the staleness it expired with until it is generated anew.
-            if member.tokens or as_status(state.status) is not Status.EXPIRED:
+            if _shows_staleness(member, as_status(state.status)):
                 state.seq_staleness = member.seq_staleness(self.train_step)
+
+
+def _shows_staleness(member: Member, status: Status) -> bool:
+    """A member that was reset keeps the staleness it expired with until it is generated anew."""
+    return member.tokens > 0 or status is not Status.EXPIRED
+
+
+def _restore(state: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(state, name)
+    else:
+        setattr(state, name, value)
 
 
 def _tokens_of(state: Any) -> Any:

@@ -4,6 +4,7 @@ import gc
 import sys
 import tracemalloc
 from array import array
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -833,3 +834,50 @@ def test_an_id_the_buffer_gives_is_that_of_no_other_group():
     b.put([last])
     assert last.group_id == first.group_id + 3
     assert len(b.get(9)) == 3
+
+
+@dataclass(frozen=True)
+class Frozen:
+    status: str = "completed"
+    prompt_ids: tuple = (1,)
+    response_ids: tuple = (5, 6)
+    response_model_steps: tuple = (3, 3)
+    response_mask: tuple | None = None
+    group_id: int | None = 1
+
+
+class Picky(SimpleNamespace):
+    """Refuses one field, as a class that checks what is assigned may."""
+
+    def __setattr__(self, name, value):
+        if name == self.refused:
+            raise ValueError(f"{name} is not what it should be")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("train_step", [None, 5])
+def test_a_group_that_cannot_be_written_to_is_refused_whole(train_step):
+    b = buffer(9)
+    with pytest.raises(TypeError, match="member 0: its status cannot be written"):
+        b.put([Frozen()], train_step=train_step)
+    assert len(b) == 0
+    assert b.ledger()["produced"] == 0
+
+
+@pytest.mark.parametrize("refused", ["response_model_steps", "group_id", "task_name", "rerolls", "seq_staleness"])
+def test_a_state_that_refuses_a_field_leaves_its_group_as_it_was(refused):
+    b = buffer(9)
+    fields = {"status": "completed", "prompt_ids": [1], "response_ids": [5, 6], "response_mask": None, "rerolls": 0}
+    picky = Picky(refused=None, response_model_steps=None, task_name=None, group_id=None, **fields)
+    first = state([], C, rerolls=2)
+    first.response_ids = [7]
+    first.response_model_steps = None
+    picky.refused = refused
+    with pytest.raises(TypeError, match=f"member 1: its {refused} cannot be written: {refused} is not"):
+        b.put([first, picky], model_step=3, train_step=5)
+    assert (first.response_model_steps, first.group_id, first.task_name, first.seq_staleness) == (None, None, None, 0)
+    assert not hasattr(picky, "seq_staleness")
+    assert (len(b), b.ledger()["produced"]) == (0, 0)
+    picky.__dict__["refused"] = None
+    assert b.put([first, picky], model_step=3, train_step=5) is C
+    assert picky.rerolls == 2
