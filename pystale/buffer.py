@@ -31,7 +31,7 @@ from pystale.readiness import Waiter, Waiters
 from pystale.saving import SaveJob, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Released, Store, status_bits
+from pystale.store import AGEING_BITS, Record, Released, Store, status_bits, write_masks
 
 __all__ = ["ReplayBuffer"]
 
@@ -447,6 +447,7 @@ class ReplayBuffer:
             return TrainBatch({}, {})
         try:
             masks = [self._store.masks(record, train_step) for record in claimed]
+            write_masks(claimed, masks)
         except BaseException:
             with self._lock:
                 for record in claimed:

@@ -18,7 +18,7 @@ from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
 
-__all__ = ["Record", "Released", "Store", "Task"]
+__all__ = ["Record", "Released", "Store", "Task", "status_bits", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
@@ -399,12 +399,10 @@ class Store:
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
-        """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
+        """Book a record handed out as trained. Returns its tokens in the loss."""
         trained = 0
         self.ledger.in_flight -= record.tokens
-        for state, member, (mask, ones) in zip(record.states, record.members, taken, strict=True):
-            if mask is not None:
-                state.response_mask = mask
+        for member, (_, ones) in zip(record.members, taken, strict=True):
             self.ledger.train(member.tokens, member.trainable, ones)
             trained += ones
         return trained
@@ -473,6 +471,22 @@ class Store:
         for state, member in zip(record.states, record.members, strict=True):
             if _shows_staleness(member, as_status(state.status)):
                 state.seq_staleness = member.seq_staleness(self.train_step)
+
+
+def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> None:
+    """Write the masks that records train with; all of them, or none when a state refuses."""
+    written = []
+    try:
+        for record, taken in zip(records, masks, strict=True):
+            for state, (mask, _) in zip(record.states, taken, strict=True):
+                if mask is not None:
+                    old = state.response_mask
+                    state.response_mask = mask
+                    written.append((state, old))
+    except BaseException:
+        for state, old in written:
+            state.response_mask = old
+        raise
 
 
 def _shows_staleness(member: Member, status: Status) -> bool:

@@ -881,3 +881,26 @@ def test_a_state_that_refuses_a_field_leaves_its_group_as_it_was(refused):
     picky.__dict__["refused"] = None
     assert b.put([first, picky], model_step=3, train_step=5) is C
     assert picky.rerolls == 2
+
+
+def test_a_mask_that_a_state_refuses_costs_no_group():
+    b = buffer(9, 2)
+    picky = Picky(
+        refused=None,
+        status="completed",
+        prompt_ids=[1],
+        response_ids=[5, 6],
+        response_mask=None,
+        response_model_steps=[5, 8],
+        group_id=2,
+    )
+    first = state([5, 7], response_mask=[1, 1])
+    b.put([first], train_step=9)
+    b.put([picky], train_step=9)
+    picky.refused = "response_mask"
+    with pytest.raises(ValueError, match="response_mask is not what it should be"):
+        b.take_train_batch({"default": 2}, train_step=9)
+    assert first.response_mask == [1, 1]
+    assert (b.count(), b.ledger()["stored"], b.ledger()["trained"]) == (2, 4, 0)
+    picky.refused = None
+    assert b.take_train_batch({"default": 2}, train_step=9).trainable_tokens == 2
