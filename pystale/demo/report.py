@@ -59,7 +59,7 @@ def report(record: Record) -> list[tuple[str, str]]:
     rows += [("  " + use, f"{count:>11,} {share(count, produced):>8}") for use, count in uses]
     rows.append(("  sum", f"{accounted:>11,}   {'balances' if accounted == produced else 'DOES NOT BALANCE'}"))
     if record.staleness:
-        rows.append(("staleness when taken", spread(record.staleness) + "   (responses, by oldest token)"))
+        rows.append(("staleness when taken", spread(record.staleness)))
         rows.append(("versions per response", spread(record.versions)))
     rows.append(
         (
