@@ -2,6 +2,7 @@
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class Member:
     """Numbers of one group member.
 

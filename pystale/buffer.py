@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pystale.arguments import (
     Rules,
     Sizes,
@@ -29,7 +31,7 @@ from pystale.readiness import Waiter, Waiters
 from pystale.saving import SaveJob, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Released, Store, status_bits
+from pystale.store import AGEING_BITS, Record, Released, Store, status_bits, write_masks
 
 __all__ = ["ReplayBuffer"]
 
@@ -361,7 +363,14 @@ class ReplayBuffer:
         ValueError
             If the buffer is not empty, the order differs, or a stored task has no rule here.
         """
-        await asyncio.get_running_loop().run_in_executor(None, self._resume, directory)
+        cancelled = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, cancelled)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait([running])
+            raise
 
     def __len__(self) -> int:
         with self._lock:
@@ -409,19 +418,17 @@ class ReplayBuffer:
         return [record.states for record in records]
 
     def _take_batch(self, sizes: Sizes, status: Any) -> TrainBatch:
-        sizes, status = checked_sizes(sizes), as_status(status)
+        sizes, status = self._checked_sizes(sizes), as_status(status)
         with self._lock:
             claimed = self._claim(sizes, status)
         return self._train(sizes, claimed, None)
 
     def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Released | None]:
         """The batch, or None with what the refresh released, which has to be freed before trying again."""
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
         released = self._to_release()
         with self._lock:
-            for task_name in sizes:
-                self._store.settings(task_name)
             self._store.refresh(train_step, AGEING_BITS, released)
             if released:
                 return None, released
@@ -440,6 +447,7 @@ class ReplayBuffer:
             return TrainBatch({}, {})
         try:
             masks = [self._store.masks(record, train_step) for record in claimed]
+            write_masks(claimed, masks)
         except BaseException:
             with self._lock:
                 for record in claimed:
@@ -455,19 +463,28 @@ class ReplayBuffer:
                 tokens[record.task.name] += self._store.train(record, taken)
         return TrainBatch(groups, tokens)
 
+    def _checked_sizes(self, sizes: Any) -> dict[str, int]:
+        checked = checked_sizes(sizes)
+        for task_name in checked:
+            self._store.settings(task_name)  # here, and not when a put looks who can go on
+        return checked
+
     def _short(self, sizes: Sizes, status: Status = Status.COMPLETED) -> bool:
         return any(self._store.count(task_name, status) < n for task_name, n in sizes.items())
 
     def _is_ready(self, sizes: Sizes) -> bool:
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         with self._lock:
             return not self._short(sizes)
 
     def _enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
         """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
-        sizes = checked_sizes(sizes)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
+        sizes = self._checked_sizes(sizes)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
+                raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__} {timeout!r}")
+            if not timeout >= 0:
+                raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
         with self._lock:
             return self._waiters.add(sizes, wake) if self._short(sizes) else None
 
@@ -544,10 +561,12 @@ class ReplayBuffer:
             with self._lock:
                 self._saves.remove(job)
 
-    def _resume(self, directory: str | os.PathLike[str]) -> None:
+    def _resume(self, directory: str | os.PathLike[str], cancelled: threading.Event | None = None) -> None:
         self._refuse_resume()
         store = load(directory, self._new_store)
         with self._lock:
+            if cancelled is not None and cancelled.is_set():
+                return
             self._refuse_resume()
             store.before_change = self._preserve
             self._store = store

@@ -129,7 +129,7 @@ class PartialRolloutClient:
             if not callable(getattr(engine, name, None)):
                 raise TypeError(f"engine must have a method {name}, got {type(engine).__name__}")
         clock = clock or _loop_time
-        given = {"model_step": model_step, "clock": clock, "sleep": sleep, "random": random}
+        given: dict[str, Any] = {"model_step": model_step, "clock": clock, "sleep": sleep, "random": random}
         for name, value in given.items():
             if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from pystale._objects import ModelSteps
+from pystale._objects import ModelSteps, measure
 from pystale.engine import EngineOutput
-from pystale.group import measure
 from pystale.state import length
 
 __all__ = ["as_list", "continued_fields", "refuse_broken"]

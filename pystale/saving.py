@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pystale.checkpoint import (
     CheckpointError,
     CheckpointWriter,
@@ -15,7 +17,6 @@ from pystale.checkpoint import (
 )
 from pystale.group import AGEING, read_group
 from pystale.ledger import Ledger
-from pystale.policy import NEWEST_KEY
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
 from pystale.store import Record, Store, Ticket
@@ -54,7 +55,13 @@ class SaveJob:
             "own_group_ids": store.own_group_ids,
             "ledger": {**store.ledger.as_dict(), "discarded": dict(store.ledger.discarded)},
             "handed_out": [
-                {"task": t.task.name, "group_id": t.group_id, "arrival": t.arrival, "key": t.key, "rerolls": t.rerolls}
+                {
+                    "task": t.task.name,
+                    "group_id": _plain(t.group_id),
+                    "arrival": t.arrival,
+                    "key": t.key,
+                    "rerolls": t.rerolls,
+                }
                 for t in store.tickets.values()
             ],
         }
@@ -114,10 +121,15 @@ class SaveJob:
         return None
 
 
+def _plain(group_id: Any) -> Any:
+    """A NumPy integer as an int, which is the same id and which a document can hold."""
+    return int(group_id) if isinstance(group_id, np.integer) else group_id
+
+
 def encode(record: Record) -> EncodedGroup:
     header = {
         "task": record.task.name,
-        "group_id": record.group_id,
+        "group_id": _plain(record.group_id),
         "status": record.status.name,
         "arrival": record.arrival,
         "key": record.key,
@@ -190,7 +202,7 @@ def _restore(store: Store, header: dict[str, Any], states: list[Any]) -> None:
 def _place(header: dict[str, Any]) -> tuple[int, int | None, int]:
     key = header.get("key")
     if key is not None:
-        key = checked_int("key", key, at_least=-NEWEST_KEY)
+        key = checked_int("key", key, at_least=-(2**63))
     arrival = checked_int("arrival", header.get("arrival"), at_least=0)
     return arrival, key, checked_int("rerolls", header.get("rerolls"), at_least=0)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pystale._objects import ModelSteps, replace_fields, summarise
+from pystale.staleness import checked_int
 
 __all__ = [
     "RolloutState",
@@ -231,21 +232,19 @@ def stamped_steps(state: Any, model_step: int) -> Any:
     The steps keep their kind (list, array or ModelSteps); where there were none, they are ModelSteps. The same object
     comes back when every token is stamped already.
     """
-    if isinstance(model_step, bool) or not isinstance(model_step, (int, np.integer)):
-        raise TypeError(f"model_step must be an int, got {type(model_step).__name__} {model_step!r}")
+    step = checked_int("model_step", model_step, at_least=0, remedy="initial weights are step 0")
     steps = state.response_model_steps
     missing = length(state.response_ids) - length(steps)
     if missing <= 0:
         return steps
-    if model_step < 0:
-        raise ValueError(f"model_step must be at least 0, got {model_step}; initial weights are step 0")
-    step = int(model_step)
     if isinstance(steps, (list, tuple)):
         return [*steps, *[step] * missing]
     if isinstance(steps, np.ndarray):
-        return np.concatenate(
-            [steps, np.full(missing, step, dtype=np.promote_types(steps.dtype, np.min_scalar_type(step)))]
-        )
+        if steps.dtype.kind not in "iu":
+            raise TypeError(f"response_model_steps has dtype {steps.dtype}; an integer dtype is required")
+        # Never by promotion with uint64: that gives floats.
+        holds = step <= np.iinfo(steps.dtype).max
+        return np.concatenate([steps, np.full(missing, step, dtype=steps.dtype if holds else np.int64)])
     stamped = ModelSteps() if steps is None else ModelSteps.from_list(steps)
     stamped.append(step, missing)
     return stamped
@@ -270,7 +269,7 @@ def update_sample_version(state: State, model_step: int) -> State:
     Raises
     ------
     TypeError, ValueError
-        If `model_step` is not an int, or negative.
+        If `model_step` is not an int, negative, or past int64; or if there are steps that are not integers.
 
     Examples
     --------

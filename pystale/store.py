@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pystale._core import StalenessIndex
 from pystale._objects import Member, ModelSteps, trainable_mask
 from pystale.group import AGEING, Arriving, Group
@@ -16,7 +18,7 @@ from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
 
-__all__ = ["Record", "Released", "Store", "Task"]
+__all__ = ["Record", "Released", "Store", "Task", "status_bits", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
@@ -26,6 +28,7 @@ Released = list[tuple[Any, dict[str, Any]]]
 number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
+_ABSENT = object()
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
@@ -172,46 +175,74 @@ class Store:
                 f"group {group_id!r} of task {arriving.task_name!r} is stored already; "
                 "take it out before putting it again"
             )
-        ticket = self.tickets.pop(name, None)
+        ticket = self.tickets.get(name)
         status = group_status(arriving.statuses)
+        if group_id is None:
+            group_id = self._own_group_id(arriving.task_name)
+        rerolls = arriving.rerolls if ticket is None else ticket.rerolls
+        now = self.train_step if train_step is None else train_step
+        # First of all, as a state may refuse: then nothing has changed.
+        self._write(arriving, group_id, rerolls, now)
         record = self.record(
             arriving,
-            self._own_group_id() if group_id is None else group_id,
+            group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
-            arriving.rerolls if ticket is None else ticket.rerolls,
+            rerolls,
         )
         self.insert(record, arriving.statuses)
-
-        for state, steps in zip(arriving.states, arriving.steps, strict=True):
-            if steps is not state.response_model_steps:
-                state.response_model_steps = steps
-            if group_id is None and hasattr(state, "group_id"):
-                state.group_id = record.group_id
-            if getattr(state, "task_name", arriving.task_name) is None:
-                state.task_name = arriving.task_name
-            _write_rerolls(state, record.rerolls)
+        self.train_step = now
         tokens = record.tokens
         if ticket is None:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
+            del self.tickets[name]
             self._book_return(ticket, arriving)
         self.ledger.stored += tokens
 
-        if train_step is not None:
-            self.train_step = train_step
         if status not in AGEING:
-            self._write_staleness(record)
             return status
-        self._write_staleness(record)
         expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
-        if self.train_step is not None:
-            expired += self.index.due_members(record.number, self.train_step)
+        if now is not None:
+            expired += self.index.due_members(record.number, now)
         if expired:
             self._expire(record, expired, released)
         return record.status
+
+    def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
+        """Write to the states of a group what storing it says of them; all of it, or nothing when a state refuses.
+
+        Raises
+        ------
+        TypeError
+            Naming the member and the field that cannot be written.
+        """
+        written: list[tuple[Any, str, Any]] = []
+        for position, (state, steps, member, status) in enumerate(
+            zip(arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True)
+        ):
+            new: dict[str, Any] = {"status": state.status}  # tried out: the life cycle will write it
+            if steps is not state.response_model_steps:
+                new["response_model_steps"] = steps
+            if arriving.group_id is None and hasattr(state, "group_id"):
+                new["group_id"] = group_id
+            if getattr(state, "task_name", arriving.task_name) is None:
+                new["task_name"] = arriving.task_name
+            if getattr(state, "rerolls", rerolls) != rerolls:
+                new["rerolls"] = rerolls
+            if now is not None and _shows_staleness(member, status):
+                new["seq_staleness"] = member.seq_staleness(now)
+            for name, value in new.items():
+                old = getattr(state, name, _ABSENT)
+                try:
+                    setattr(state, name, value)
+                except Exception as error:
+                    for other, other_name, before in reversed(written):
+                        _restore(other, other_name, before)
+                    raise TypeError(f"member {position}: its {name} cannot be written: {error}") from error
+                written.append((state, name, old))
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -238,9 +269,13 @@ class Store:
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
 
-    def _own_group_id(self) -> int:
-        self.own_group_ids += 1
-        return FIRST_OWN_GROUP_ID + self.own_group_ids
+    def _own_group_id(self, task_name: str) -> int:
+        """An id that no group of the task has, not even one whose user counts up from where these ids start."""
+        while True:
+            self.own_group_ids += 1
+            name = (task_name, FIRST_OWN_GROUP_ID + self.own_group_ids)
+            if name not in self.numbers and name not in self.tickets:
+                return name[1]
 
     def _book_return(self, ticket: Ticket, arriving: Arriving) -> None:
         """Book what became of the tokens a group had when it was handed out.
@@ -364,12 +399,10 @@ class Store:
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
-        """Write the masks of a record handed out, and book it as trained. Returns its tokens in the loss."""
+        """Book a record handed out as trained. Returns its tokens in the loss."""
         trained = 0
         self.ledger.in_flight -= record.tokens
-        for state, member, (mask, ones) in zip(record.states, record.members, taken, strict=True):
-            if mask is not None:
-                state.response_mask = mask
+        for member, (_, ones) in zip(record.members, taken, strict=True):
             self.ledger.train(member.tokens, member.trainable, ones)
             trained += ones
         return trained
@@ -412,12 +445,13 @@ class Store:
         group_id, task_name = getattr(first, "group_id", None), getattr(first, "task_name", None)
         if (task_name, group_id) in self.tickets:
             return str(task_name)
-        tasks = [name for name, known in self.tickets if known == group_id]
+        stored = (task_name, group_id) in self.numbers
+        tasks = [] if stored else [name for name, known in self.tickets if known == group_id]
         if len(tasks) == 1:
             return tasks[0]
         if tasks:
             raise ValueError(f"group {group_id!r} is handed out by tasks {', '.join(sorted(tasks))}; set its task_name")
-        where = "is stored" if any(known == group_id for _, known in self.numbers) else "is not handed out"
+        where = "is stored" if stored or any(known == group_id for _, known in self.numbers) else "is not handed out"
         raise ValueError(f"group {group_id!r} {where}; only groups handed out by get and not put back can be settled")
 
     # Helpers
@@ -435,24 +469,62 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            # A member that was reset keeps the staleness it expired with until it is generated anew.
-            if member.tokens or as_status(state.status) is not Status.EXPIRED:
+            if _shows_staleness(member, as_status(state.status)):
                 state.seq_staleness = member.seq_staleness(self.train_step)
+
+
+def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> None:
+    """Write the masks that records train with; all of them, or none when a state refuses."""
+    written = []
+    try:
+        for record, taken in zip(records, masks, strict=True):
+            for state, (mask, _) in zip(record.states, taken, strict=True):
+                if mask is not None:
+                    old = state.response_mask
+                    state.response_mask = mask
+                    written.append((state, old))
+    except BaseException:
+        for state, old in written:
+            state.response_mask = old
+        raise
+
+
+def _shows_staleness(member: Member, status: Status) -> bool:
+    """A member that was reset keeps the staleness it expired with until it is generated anew."""
+    return member.tokens > 0 or status is not Status.EXPIRED
+
+
+def _restore(state: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(state, name)
+    else:
+        setattr(state, name, value)
 
 
 def _tokens_of(state: Any) -> Any:
     """Copy of a response's tokens, or of their steps where it has no ids; None when it has none."""
     tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    return tokens[:] if isinstance(tokens, (list, tuple, ModelSteps)) else None if tokens is None else tokens.copy()
+    if tokens is None:
+        return None
+    if isinstance(tokens, (list, tuple, ModelSteps)):
+        return tokens[:]
+    return tokens.copy() if isinstance(tokens, np.ndarray) else _plain(tokens)
+
+
+def _plain(tokens: Any) -> list[Any]:
+    """Tokens as a list of their own. Not every container has ``copy``, and a slice of a tensor is a view."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    return listed if isinstance(listed, list) else [listed]
 
 
 def _begins_with(state: Any, begins: Any) -> bool:
     if begins is None:
         return True
     tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    if tokens is None:
+    if tokens is None or not len(begins):
         return len(begins) == 0
-    return len(begins) == 0 or list(tokens[: len(begins)]) == list(begins)
+    sliced = isinstance(tokens, (list, tuple, ModelSteps, np.ndarray))
+    return _plain(tokens[: len(begins)] if sliced else tokens)[: len(begins)] == _plain(begins)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:
