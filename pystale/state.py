@@ -177,13 +177,21 @@ def as_status(status: Any) -> Status:
     return found
 
 
+def foreign_status(kind: type[enum.Enum], status: Status) -> enum.Enum:
+    """Member of another framework's enum that stands for `status`; ValueError when it has none."""
+    for name, member in kind.__members__.items():
+        if name.upper() == status.name:
+            return member
+    raise ValueError(f"{kind.__name__} has no {status.name}, which its rollouts may become")
+
+
 def write_status(state: Any, status: Status) -> None:
     """Set ``state.status`` to `status` in the vocabulary the state already uses."""
     current = state.status
     if type(current) is Status:
         state.status = status
     elif isinstance(current, enum.Enum):
-        state.status = type(current)[status.name]
+        state.status = foreign_status(type(current), status)
     else:
         state.status = status.value
 
@@ -321,7 +329,8 @@ def reset(state: Any) -> dict[str, Any]:
     ([5], [], <Status.EXPIRED: 'expired'>)
     """
     if hasattr(state, "tokens"):
-        state.tokens = None if state.prompt_ids is None else list(state.prompt_ids)
+        prompt = getattr(state, "prompt_ids", None)
+        state.tokens = None if prompt is None else list(prompt)
     new: dict[str, Any] = dict.fromkeys(_CLEARED_BY_RESET)
     new["response"] = ""
     new["response_ids"] = []

@@ -1,5 +1,6 @@
 """The buffer's life cycle, taking and ordering, through its blocking calls."""
 
+import enum
 import gc
 import sys
 import tracemalloc
@@ -904,3 +905,32 @@ def test_a_mask_that_a_state_refuses_costs_no_group():
     assert (b.count(), b.ledger()["stored"], b.ledger()["trained"]) == (2, 4, 0)
     picky.refused = None
     assert b.take_train_batch({"default": 2}, train_step=9).trainable_tokens == 2
+
+
+def test_a_status_that_cannot_become_expired_is_refused():
+    half = enum.Enum("Half", ["COMPLETED", "ABORTED"])
+    b = buffer(2)
+    with pytest.raises(ValueError, match=r"member 0 .*Half has no EXPIRED"):
+        b.put([state([3], half.COMPLETED)], train_step=4)
+    assert len(b) == 0
+
+
+def test_a_status_in_small_letters_expires_too():
+    small = enum.Enum("Small", ["completed", "expired"])
+    b = buffer(2)
+    member = state([3], small.completed)
+    b.put([member], train_step=4)
+    b.refresh_staleness(9)
+    assert member.status is small.expired
+
+
+def test_a_foreign_state_without_a_prompt_is_reset_with_the_others():
+    b = buffer(2)
+    foreign = SimpleNamespace(
+        status="completed", tokens=[1, 5], response_ids=[5], response_model_steps=[3], response_mask=None, group_id=1
+    )
+    ours = state([3])
+    b.put([foreign])
+    b.put([ours])
+    assert b.refresh_staleness(9) == {"default": 2}
+    assert (foreign.tokens, foreign.status, ours.status) == (None, "expired", E)
