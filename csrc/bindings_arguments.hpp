@@ -10,6 +10,8 @@
 #endif
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "kernels.hpp"
 #include "layout.hpp"
@@ -138,22 +140,31 @@ class GilRelease {
     PyThreadState* state_ = nullptr;
 };
 
+// ModelSteps as they were when the call began. Making the result or turning a foreign object into an array can run
+// other code, which may append to them. Throws std::runtime_error.
+inline const Runs& unchanged(const Argument& steps) {
+    if (steps.runs->size() != steps.column.size) {
+        throw std::runtime_error(std::string(steps.column.name) + " changed its length while it was being read");
+    }
+    return *steps.runs;
+}
+
 // The kernels over any kind of steps. All of them throw what the readers throw.
 
 inline std::int64_t oldest_step(const Argument& steps) {
-    if (steps.runs) return oldest_step(*steps.runs);
+    if (steps.runs) return oldest_step(unchanged(steps));
     const GilRelease release(steps, Argument(), steps.column.size);
     return oldest_step(steps.column);
 }
 
 inline bool has_trainable(const Argument& steps, const Argument& mask, std::int64_t cutoff) {
-    if (steps.runs) return has_trainable(*steps.runs, mask.mask(), cutoff);
+    if (steps.runs) return has_trainable(unchanged(steps), mask.mask(), cutoff);
     const GilRelease release(steps, mask, steps.column.size);
     return has_trainable(steps.column, mask.mask(), cutoff);
 }
 
 inline Summary summarise(const Argument& steps, const Argument& mask) {
-    if (steps.runs) return summarise(*steps.runs, mask.mask(), 0, steps.column.size);
+    if (steps.runs) return summarise(unchanged(steps), mask.mask(), 0, steps.column.size);
     const GilRelease release(steps, mask, steps.column.size);
     return summarise(steps.column, mask.mask(), 0, steps.column.size);
 }
@@ -166,14 +177,14 @@ inline void fill_mask(const Argument& steps, const Argument& mask, std::int64_t 
         return fill_mask(steps.column, steps.view.layout, mask.mask(), mask.view.layout, cutoff, out);
     }
     auto* const flags = reinterpret_cast<std::uint8_t*>(out.data);
-    if (steps.runs) return fill_mask(*steps.runs, mask.mask(), cutoff, flags, out.strides[0]);
+    if (steps.runs) return fill_mask(unchanged(steps), mask.mask(), cutoff, flags, out.strides[0]);
     fill_mask(steps.column, mask.mask(), cutoff, flags, out.strides[0]);
 }
 
 inline void refresh_batch(const Argument& steps, const Argument& mask, const Argument& offsets, std::int64_t train_step,
                           std::int64_t stale_threshold, std::int64_t token_stale_threshold, const BatchResult& result) {
     if (steps.runs) {
-        return refresh_batch(*steps.runs, mask.mask(), offsets.column, train_step, stale_threshold,
+        return refresh_batch(unchanged(steps), mask.mask(), offsets.column, train_step, stale_threshold,
                              token_stale_threshold, result);
     }
     // Offsets kept in a list or ModelSteps hold the GIL as well.

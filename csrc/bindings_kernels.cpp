@@ -50,19 +50,14 @@ ArrayKind view_array(PyObject* object, ArrayView* view) {
     return ArrayKind::integers;
 }
 
+// Straight to NumPy's constructor: py::array would copy shape and strides to the heap first, which for the mask of a
+// three-token response costs as much as everything else together.
 PyObject* create_array(Element element, bool boolean, int axes, const Py_ssize_t* shape) {
-    try {
-        const py::array::ShapeContainer sizes(shape, shape + axes);
-        py::array array = boolean                  ? py::array(py::array_t<bool>(sizes))
-                          : element == Element::u8 ? py::array(py::array_t<std::uint8_t>(sizes))
-                                                   : py::array(py::array_t<std::int64_t>(sizes));
-        return array.release().ptr();
-    } catch (py::error_already_set& error) {
-        error.restore();
-    } catch (const std::bad_alloc&) {
-        PyErr_NoMemory();
-    }
-    return nullptr;
+    using Numpy = py::detail::npy_api;
+    const Numpy& numpy = Numpy::get();
+    const int type = boolean ? Numpy::NPY_BOOL_ : element == Element::u8 ? Numpy::NPY_UBYTE_ : Numpy::NPY_INT64_;
+    PyObject* const dtype = numpy.PyArray_DescrFromType_(type);  // the constructor takes the reference
+    return numpy.PyArray_NewFromDescr_(numpy.PyArray_Type_, dtype, axes, shape, nullptr, nullptr, 0, nullptr);
 }
 
 constexpr ArrayTable kArrays{view_array, create_array};
@@ -115,6 +110,7 @@ Examples
 void bind_kernels(py::module_& m) {
     m.def("build_info", &build_info, kBuildInfoDoc);
     m.attr("build_info").attr("__module__") = "pystale";
+    py::detail::npy_api::get();  // imports NumPy here, where failing is an ImportError
     m.attr("_arrays") = py::capsule(&kArrays, "pystale._core._arrays");
 }
 

@@ -294,13 +294,12 @@ void check_offsets(const Column& offsets, std::size_t tokens) {
         const std::size_t count = std::min(kBlock, offsets.size - first);
         load_steps(offsets, first, count, values);
         for (std::size_t i = 0; i < count; ++i) {
-            const std::string entry = values[i] < before || (first + i == 0 && values[i] != 0)
-                                          ? "offsets[" + std::to_string(first + i) + "] is " + std::to_string(values[i])
-                                          : std::string();
-            if (!entry.empty() && first + i == 0) throw std::invalid_argument(entry + "; the first offset must be 0");
-            if (!entry.empty()) {
-                throw std::invalid_argument(entry + ", less than the " + std::to_string(before) +
-                                            " before it; offsets must not decrease");
+            const bool is_first = first + i == 0;
+            if (values[i] < before || (is_first && values[i] != 0)) {
+                throw std::invalid_argument(
+                    "offsets[" + std::to_string(first + i) + "] is " + std::to_string(values[i]) +
+                    (is_first ? "; the first offset must be 0"
+                              : ", less than the " + std::to_string(before) + " before it; offsets must not decrease"));
             }
             before = values[i];
         }

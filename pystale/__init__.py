@@ -13,6 +13,8 @@ from pystale.metrics import off_policy_metrics
 from pystale.off_policy import OffPolicyAccumulator
 from pystale.policy import Order
 from pystale.producer import AsyncProduceStrategyConfig
+from pystale.production import ProductionStalled
+from pystale.sampler import PromptSampler, PromptsExhausted
 from pystale.staleness import StalenessRule
 from pystale.state import RolloutState, Status, group_status, update_sample_version
 
@@ -24,6 +26,9 @@ __all__ = [
     "ModelSteps",
     "OffPolicyAccumulator",
     "Order",
+    "ProductionStalled",
+    "PromptSampler",
+    "PromptsExhausted",
     "ReplayBuffer",
     "RolloutState",
     "StalenessRule",

@@ -3,7 +3,8 @@
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.bool cimport PyBool_Check
 from cpython.long cimport PyLong_Check, PyLong_CheckExact
-from cpython.object cimport PyObject
+from cpython.number cimport PyNumber_AsSsize_t, PyNumber_Index
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport INT64_MAX, int64_t, uint8_t
 
@@ -148,7 +149,11 @@ cdef str described(object value):
 
 
 cdef int64_t list_entry(Argument* argument, PyObject* item, size_t at) except? -1:
-    """The value of one entry; for a mask, zero or not zero. Runs no code but the interpreter's and NumPy's own."""
+    """The value of one entry; for a mask, zero or not zero.
+
+    Runs no code but the interpreter's and NumPy's own, and makes nothing that the garbage collector tracks: a collection
+    runs other code, which could change the list.
+    """
     cdef int overflow = 0
     cdef int64_t value
     cdef bint is_mask = argument.cursor.is_mask
@@ -157,7 +162,7 @@ cdef int64_t list_entry(Argument* argument, PyObject* item, size_t at) except? -
     if PyLong_Check(entry) and (is_mask or not PyBool_Check(entry)):
         pass
     elif kind in INTEGER_SCALARS:
-        entry = entry.__index__()
+        entry = PyNumber_Index(entry)
     elif is_mask and kind is BOOL_SCALAR:
         return entry is np.True_
     else:

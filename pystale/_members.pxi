@@ -2,6 +2,7 @@
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class Member:
     """Numbers of one group member.
 
@@ -114,3 +115,32 @@ def measure(state, steps, train_step=None):
     member.newest_trainable = summary.newest_trainable
     member.others = tokens - summary.model
     return member
+
+
+cdef object ABSENT = object()
+
+
+def replace_fields(state, dict new):
+    """Write those fields of `new` that `state` has.
+
+    Parameters
+    ----------
+    state : RolloutState or alike
+    new : dict of str to object
+        Values by field.
+
+    Returns
+    -------
+    dict of str to object
+        Old values of the fields that held something: neither None nor an empty str, list, tuple, dict or ModelSteps.
+    """
+    cdef dict cleared = {}
+    for name, value in new.items():
+        old = getattr(state, name, ABSENT)
+        if old is ABSENT or old is value:
+            continue
+        setattr(state, name, value)
+        if old is None or (type(old) in (str, list, tuple, dict, ModelSteps) and not len(old)):
+            continue
+        cleared[name] = old
+    return cleared

@@ -118,7 +118,9 @@ cdef class ModelSteps:
         >>> ModelSteps.from_list([3, 3, 4]).runs()
         [(3, 2), (4, 1)]
         """
-        cdef RunSpan span = self.runs_.runs()
+        # A copy: making tuples can start a garbage collection, which runs other code, which may append.
+        cdef Runs now = self.runs_
+        cdef RunSpan span = now.runs()
         cdef int64_t start = 0
         cdef size_t i
         pairs = []
@@ -203,13 +205,14 @@ cdef class ModelSteps:
         return self.runs_ == encoded.runs_
 
     def __array__(self, dtype=None, copy=None):
-        cdef Py_ssize_t size = self.runs_.size()
+        cdef Runs now = self.runs_
+        cdef Py_ssize_t size = now.size()
         cdef ArrayView view
         if copy is not None and not copy:
             raise ValueError("ModelSteps are run-length encoded; an array of them is always a copy")
         array = arrays.create(Element.i64, False, 1, &size)
         arrays.view(<PyObject*> array, &view)
-        decode(self.runs_, <int64_t*> view.layout.data)
+        decode(now, <int64_t*> view.layout.data)
         if dtype is None or dtype == array.dtype:
             return array
         converted = array.astype(dtype)

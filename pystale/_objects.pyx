@@ -11,8 +11,6 @@ import numpy as np
 from pystale import _core
 
 cimport cython
-from cpython.number cimport PyNumber_AsSsize_t
-from cpython.object cimport PyTypeObject
 
 include "_arguments.pxi"
 include "_model_steps.pxi"

@@ -68,7 +68,8 @@ class BlockingReplayBuffer:
         if waiter is None:
             return True
         try:
-            return ready.wait(timeout)
+            # A longer wait overflows the clock.
+            return ready.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         finally:
             self._buffer._dismiss(waiter)
 

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pystale.arguments import (
     Rules,
     Sizes,
@@ -32,7 +34,7 @@ from pystale.readiness import Waiter, Waiters
 from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Released, Store, Taken, status_bits
+from pystale.store import AGEING_BITS, Record, Released, Store, Taken, status_bits, unwrite_masks, write_masks
 from pystale.ticket import copied
 
 __all__ = ["ReplayBuffer"]
@@ -46,7 +48,7 @@ OUTCOMES = ("trained", "failed", "filtered", "lost")
 class Effects(NamedTuple):
     """What is left to do once an operation has changed the store: wait for the journal, then free what was released."""
 
-    released: Released
+    released: Released | None
     entry: int | None = None  # number of the journal entry to wait for
 
 
@@ -55,8 +57,9 @@ class Claim(NamedTuple):
 
     records: list[Record]
     masks: list[list[Taken]]
+    written: list[tuple[Any, Any]]  # states that got a mask, and the masks they had
     batch: TrainBatch
-    entry: int | None
+    entry: int | None = None  # number of the journal entry to wait for
 
 
 class ReplayBuffer:
@@ -447,7 +450,14 @@ class ReplayBuffer:
             If the buffer is not empty, the order differs, a stored task has no rule here, or the journal does not
             continue the checkpoint.
         """
-        return await asyncio.get_running_loop().run_in_executor(None, self._resume, directory, undo_takes)
+        cancelled = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, undo_takes, cancelled)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait([running])
+            raise
 
     async def flush(self) -> None:
         """Return once everything done so far is in the journal, on disk. At once without a journal."""
@@ -480,7 +490,7 @@ class ReplayBuffer:
             versions_required=self._store.missing_version == "error",
         )
         encoded = None if self._journal is None else encode_arriving(arriving, self._dump_ref)
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             self._check_journal()
             status = self._store.put(arriving, train_step, released)
@@ -492,7 +502,7 @@ class ReplayBuffer:
     def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             self._check_journal()
             moved = self._store.refresh(train_step, bits, released)
@@ -511,12 +521,12 @@ class ReplayBuffer:
             self._give_back(records)
             raise
         with self._lock:
-            for record, states in zip(records, copies, strict=True):
-                self._store.lend(record, states)
+            for record, of_record in zip(records, copies, strict=True):
+                self._store.lend(record, of_record)
         return [record.states for record in records]
 
     def _claim_batch(self, sizes: Sizes, status: Any) -> Claim:
-        sizes, status = checked_sizes(sizes), as_status(status)
+        sizes, status = self._checked_sizes(sizes), as_status(status)
         with self._lock:
             self._check_journal()
             claimed = self._claim(sizes, status)
@@ -524,16 +534,14 @@ class ReplayBuffer:
 
     def _claim_train_batch(self, sizes: Sizes, train_step: int) -> tuple[Claim | None, Effects]:
         """The claim, or None with what the refresh released, which has to be freed before trying again."""
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             self._check_journal()
-            for task_name in sizes:
-                self._store.settings(task_name)
             self._store.refresh(train_step, AGEING_BITS, released)
             effects = Effects(released, self._record("refresh"))
-            if released and self.on_release is not None:
+            if released:
                 return None, effects
             claimed = self._claim(sizes, Status.COMPLETED)
         claim = self._train(sizes, claimed, train_step)
@@ -548,20 +556,23 @@ class ReplayBuffer:
     def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None) -> Claim:
         """Book claimed records as a batch. Masks cost what responses are long, so they are made without the lock."""
         if not claimed and any(sizes.values()):
-            return Claim([], [], TrainBatch({}, {}), None)
+            return Claim([], [], [], TrainBatch({}, {}))
+        groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
+        tokens = dict.fromkeys(sizes, 0)
         try:
             masks = [self._store.masks(record, train_step) for record in claimed]
+            with self._lock:
+                for record in claimed:
+                    self._preserve(record)
+                written = write_masks(claimed, masks)
+                for record, taken in zip(claimed, masks, strict=True):
+                    groups[record.task.name].append(record.states)
+                    tokens[record.task.name] += self._store.train(record, taken)
+                entry = self._record("take")
         except BaseException:
             self._give_back(claimed)
             raise
-        groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
-        tokens = dict.fromkeys(sizes, 0)
-        with self._lock:
-            for record, taken in zip(claimed, masks, strict=True):
-                groups[record.task.name].append(record.states)
-                tokens[record.task.name] += self._store.train(record, taken)
-            entry = self._record("take")
-        return Claim(claimed, masks, TrainBatch(groups, tokens), entry)
+        return Claim(claimed, masks, written, TrainBatch(groups, tokens), entry)
 
     def _give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
@@ -579,7 +590,7 @@ class ReplayBuffer:
             except BaseException:
                 self._take_back(claim)
                 raise
-        return _masked(claim)
+        return claim.batch
 
     def _hand_over_blocking(self, claim: Claim) -> TrainBatch:
         if claim.entry is not None and self._journal is not None:
@@ -588,10 +599,11 @@ class ReplayBuffer:
             except BaseException:
                 self._take_back(claim)
                 raise
-        return _masked(claim)
+        return claim.batch
 
     def _take_back(self, claim: Claim) -> None:
         """Undo a take whose caller gave up, or whose entry could not be written."""
+        unwrite_masks(claim.written)
         encoded: list[EncodedGroup | None] = [None] * len(claim.records)
         for position, record in enumerate(claim.records):
             try:
@@ -607,19 +619,28 @@ class ReplayBuffer:
             ready = self._waiters.pop_ready(self._short)
         _wake(ready)
 
+    def _checked_sizes(self, sizes: Any) -> dict[str, int]:
+        checked = checked_sizes(sizes)
+        for task_name in checked:
+            self._store.settings(task_name)  # here, and not when a put looks who can go on
+        return checked
+
     def _short(self, sizes: Sizes, status: Status = Status.COMPLETED) -> bool:
         return any(self._store.count(task_name, status) < n for task_name, n in sizes.items())
 
     def _is_ready(self, sizes: Sizes) -> bool:
-        sizes = checked_sizes(sizes)
+        sizes = self._checked_sizes(sizes)
         with self._lock:
             return not self._short(sizes)
 
     def _enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
         """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
-        sizes = checked_sizes(sizes)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
+        sizes = self._checked_sizes(sizes)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
+                raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__} {timeout!r}")
+            if not timeout >= 0:
+                raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
         with self._lock:
             if self._journal is not None:
                 self._journal.check_open()
@@ -643,7 +664,7 @@ class ReplayBuffer:
         checked_outcome(outcome, OUTCOMES[1:])
         self._store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
-        released: Released = []
+        released = self._to_release()
         with self._lock:
             self._check_journal()
             self._store.reject(arriving, outcome, released)
@@ -675,7 +696,7 @@ class ReplayBuffer:
     async def _finish(self, effects: Effects) -> None:
         if effects.entry is None or self._journal is None:
             await self._release(effects.released)
-        elif not effects.released or self.on_release is None:
+        elif not effects.released:
             await self._journal.durable(effects.entry)
         else:
             # A task of its own: what was released is freed after its entry is on disk, also when the caller is gone.
@@ -711,13 +732,17 @@ class ReplayBuffer:
 
     # Releasing
 
-    async def _release(self, released: Released) -> None:
+    def _to_release(self) -> Released | None:
+        """Where an operation puts what it resets or discards; None when nobody wants it."""
+        return None if self.on_release is None else []
+
+    async def _release(self, released: Released | None) -> None:
         pending = self._call_on_release(released)
         if pending is not None:
             # Shielded: a caller that is cancelled here must not keep references from being freed.
             await asyncio.shield(asyncio.ensure_future(_logged(pending)))
 
-    def _release_blocking(self, released: Released) -> None:
+    def _release_blocking(self, released: Released | None) -> None:
         pending = self._call_on_release(released)
         if pending is not None:
             # In a loop of its own thread, since one may be running in this thread.
@@ -725,7 +750,7 @@ class ReplayBuffer:
             thread.start()
             thread.join()
 
-    def _call_on_release(self, released: Released) -> Awaitable[None] | None:
+    def _call_on_release(self, released: Released | None) -> Awaitable[None] | None:
         if not released or self.on_release is None:
             return None
         try:
@@ -759,7 +784,12 @@ class ReplayBuffer:
             with self._lock:
                 self._saves.remove(job)
 
-    def _resume(self, directory: str | os.PathLike[str] | None, undo_takes: bool = False) -> Resumed:
+    def _resume(
+        self,
+        directory: str | os.PathLike[str] | None,
+        undo_takes: bool = False,
+        cancelled: threading.Event | None = None,
+    ) -> Resumed:
         self._refuse_resume()
         store, resumed, reading = load(
             directory, self._new_store, load_ref=self._load_ref, journal=self._journal, undo_takes=undo_takes
@@ -768,6 +798,8 @@ class ReplayBuffer:
             self._refuse_resume()
             reading.finish()
         with self._lock:
+            if cancelled is not None and cancelled.is_set():
+                return resumed
             self._refuse_resume()
             self._use(store)
             if reading is not None:
@@ -785,15 +817,6 @@ class ReplayBuffer:
         store = self._store
         if store.records or store.tickets or store.ledger.produced:
             raise ValueError("resume needs a buffer that has never held a group; make a new one")
-
-
-def _masked(claim: Claim) -> TrainBatch:
-    """The batch, with its masks written: nobody else has the states any more."""
-    for record, masks in zip(claim.records, claim.masks, strict=True):
-        for state, (mask, _) in zip(record.states, masks, strict=True):
-            if mask is not None:
-                state.response_mask = mask
-    return claim.batch
 
 
 def _wake(ready: list[Waiter]) -> None:

@@ -1,10 +1,14 @@
 """The ``pystale`` command."""
 
+import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
+
+from pystale.demo.settings import Settings
 
 __all__ = ["app", "run"]
 
@@ -15,17 +19,25 @@ app = typer.Typer(
 )
 
 
+# Numbers of steps, syncs and groups beyond this are taken for a mistake.
+FAR = 1_000_000
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and return its exit code; a mistake in it is one line on stderr, and 2."""
+    """Run a command line, and return its exit code; a mistake in it is one line on stderr, and 2.
+
+    Typer only reads the arguments: a command returns what is to be done. It is done outside, because what Typer makes
+    of Ctrl-C and of closed pipes depends on its version.
+    """
     # The base of every complaint about arguments; it is Click's or Typer's own, depending on the version of Typer.
     usage_error: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
     try:
-        result = app(list(arguments), prog_name="pystale", standalone_mode=False)
+        todo = app(list(arguments), prog_name="pystale", standalone_mode=False)
     except usage_error as error:
         return _refuse(error.format_message())
-    except typer.Abort:
-        return 130
-    return result if isinstance(result, int) else 0
+    if callable(todo):
+        return int(todo())
+    return todo if isinstance(todo, int) else 0  # help and version have been printed, or Ctrl-C came
 
 
 def _refuse(message: str) -> int:
@@ -52,52 +64,80 @@ def pystale(
         print(context.get_help())
 
 
-def _int_or_none(value: str) -> int | None:
-    text = str(value).strip().lower()
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise typer.BadParameter(f"{value!r} is neither an integer from 0 on nor none.")
-    return int(text)
+def _integer(low: int, high: int = FAR, *, none: bool = False) -> Callable[[str], int | None]:
+    """Parser of an option that takes an integer in ``[low, high]``, or the word "none"."""
+
+    def parse(value: str) -> int | None:
+        text = str(value).strip()
+        if none and text.lower() in ("none", ""):
+            return None
+        if not text.removeprefix("-").isdecimal() or not low <= int(text) <= high:
+            raise typer.BadParameter(
+                f"{value!r} is {'neither none nor' if none else 'not'} an integer from {low} to {high}"
+            )
+        return int(text)
+
+    return parse
 
 
-@app.command()
+def _share(value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 8:
+        raise typer.BadParameter(f"{value!r} is not a number from 0 to 8")
+    return share
+
+
+@app.command(
+    help="Train a small policy by asynchronous GRPO with partial rollouts, here and now, in less than a minute.\n\n"
+    "A policy in NumPy learns to count from a to b. Weight syncs land in the middle of its long responses, which are "
+    "continued under the new weights. Every token knows the version that wrote it: stale ones are masked out of the "
+    "loss, and groups with nothing fresh left are generated anew. Ctrl-C ends it early, with the report so far."
+)
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Trainer steps.")] = 450,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run.")] = 0,
-    group_size: Annotated[int, typer.Option(min=1, max=128, help="Responses per prompt.")] = 8,
+    steps: Annotated[int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps.")] = Settings.steps,
+    seed: Annotated[
+        int, typer.Option(parser=_integer(0, 2**63), metavar="N", help="The same seed gives the same run.")
+    ] = Settings.seed,
+    group_size: Annotated[
+        int, typer.Option(parser=_integer(1, 128), metavar="N", help="Responses per prompt.")
+    ] = Settings.group_size,
     max_staleness: Annotated[
-        int, typer.Option(min=0, help="Extra weight syncs that the oldest token of a response may lag.")
-    ] = 2,
+        int,
+        typer.Option(
+            parser=_integer(0), metavar="N", help="Extra weight syncs that the oldest token of a response may lag."
+        ),
+    ] = Settings.max_staleness,
     max_token_staleness: Annotated[
         int | None,
         typer.Option(
-            parser=_int_or_none,
-            metavar="none|INTEGER",
-            help="Extra weight syncs that a token in the loss may lag; none: no token is masked.",
+            parser=_integer(0, none=True),
+            metavar="N|none",
+            help="Extra weight syncs that a token in the loss may lag. none: no token is masked.",
         ),
-    ] = 1,
-    sync_weights_interval: Annotated[int, typer.Option(min=1, help="Trainer steps between two weight syncs.")] = 1,
+    ] = Settings.max_token_staleness,
+    sync_weights_interval: Annotated[
+        int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps between two weight syncs.")
+    ] = Settings.sync_weights_interval,
     tail_batch_trigger_size: Annotated[
         int,
         typer.Option(
-            min=-1,
-            help="-1: expired groups are discarded. 0: they are generated anew at once. "
-            "N: when N of them wait, in a round without oversampling.",
+            parser=_integer(-1),
+            metavar="N",
+            help="-1: expired groups are discarded. 0: they are generated anew at once. N: they are, once N of them "
+            "wait, in a round without oversampling.",
         ),
-    ] = 0,
+    ] = Settings.tail_batch_trigger_size,
     over_sample_threshold: Annotated[
-        float, typer.Option(min=0.0, max=8.0, help="Share of the batch of 16 groups to generate on top of it.")
-    ] = 0.75,
-) -> None:
-    """Train a small policy by asynchronous GRPO with partial rollouts, here and now, in less than a minute.
-
-    A policy in NumPy learns to count from a to b. Weight syncs land in the middle of long responses, which are
-    continued under the new weights; every token knows the version that wrote it, stale ones are masked out of the
-    loss, expired groups are generated anew. It ends with a report. Ctrl-C ends it early, with the report so far.
-    """
+        float,
+        typer.Option(
+            parser=_share, metavar="X", help="Share of a batch, which is 16 groups, to generate on top of the batch."
+        ),
+    ] = Settings.over_sample_threshold,
+) -> Callable[[], int]:
     from pystale.demo.display import show
-    from pystale.demo.settings import Settings
 
     settings = Settings(
         steps=steps,
@@ -109,4 +149,4 @@ def demo(
         tail_batch_trigger_size=tail_batch_trigger_size,
         over_sample_threshold=over_sample_threshold,
     )
-    raise typer.Exit(show(settings))
+    return functools.partial(show, settings)

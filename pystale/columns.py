@@ -187,7 +187,7 @@ class Column:
         return items if self._kind == "list" else _steps(items)
 
 
-def _steps(runs: list[list[int]]) -> ModelSteps:
+def _steps(runs: list[Any]) -> ModelSteps:
     total = 0
     for step, length in runs:
         total += length

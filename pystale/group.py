@@ -1,11 +1,12 @@
 """Reading a group: what is checked before anything changes, and what is measured of its members."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pystale._objects import Member, measure
 from pystale.staleness import checked_int
-from pystale.state import Status, as_status, stamped_steps
+from pystale.state import Status, as_status, foreign_status, stamped_steps
 
 __all__ = ["AGEING", "Arriving", "Group", "read_group"]
 
@@ -61,6 +62,8 @@ def read_group(
     for position, state in enumerate(states):
         try:
             status = as_status(state.status)
+            if type(state.status) is not Status and isinstance(state.status, enum.Enum):
+                foreign_status(type(state.status), Status.EXPIRED)
             stamped = state.response_model_steps if model_step is None else stamped_steps(state, model_step)
             member = measure(state, stamped, train_step)
             if versions_required and not member.versioned and status in AGEING:

@@ -12,7 +12,6 @@ import numpy as np
 from pystale.checkpoint import CheckpointError
 from pystale.group import read_group
 from pystale.ledger import Ledger
-from pystale.policy import NEWEST_KEY
 from pystale.segment import Entry
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
@@ -166,7 +165,7 @@ class Player:
                 self._store.settings(_object(entry.envelope, "put", where).get("task"))  # type: ignore[arg-type]
             try:
                 self._play(entry)
-            except (TypeError, ValueError, KeyError, IndexError) as fault:
+            except (TypeError, ValueError, KeyError, IndexError, OverflowError) as fault:
                 raise CheckpointError(f"{where} contradicts what comes before: {fault!s:.300}") from None
         if where:
             stored = sum(record.tokens for record in self._store.records.values())
@@ -194,7 +193,7 @@ class Player:
             record = self._records[arrival]
             if not positions or not set(positions) <= set(range(len(record.states))):
                 raise ValueError(f"members {positions!r} of {len(record.states)} expired")
-            store.reset_members(record, positions, [])
+            store.reset_members(record, positions, None)
         if envelope.get("finished"):
             task_name, group_id = envelope["finished"]
             self.finished.setdefault(task_name, {})[group_id] = None
@@ -210,7 +209,7 @@ class Player:
     def _put(self, header: dict[str, Any], states: list[Any]) -> None:
         store = self._store
         arrival, rerolls = (checked_int(name, header[name], at_least=0) for name in ("arrival", "rerolls"))
-        key = None if header["key"] is None else checked_int("key", header["key"], at_least=-NEWEST_KEY)
+        key = None if header["key"] is None else checked_int("key", header["key"], at_least=-(2**63))
         self._taken.pop(arrival, None)
         if arrival in self._records:
             store.remove(self._records.pop(arrival))
@@ -219,8 +218,8 @@ class Player:
             raise ValueError(f"group {name[1]!r} of task {name[0]!r} is stored already")
         store.tickets.pop(name, None)
         arriving = read_group(states, header["task"])
-        record = store.admit(arriving, header["group_id"], as_status(header["status"]), arrival, key, rerolls)
-        store.write_staleness(record)
+        status = as_status(header["status"])
+        record = store.admit(arriving, header["group_id"], status, arrival, key, rerolls, store.train_step)
         self._records[arrival] = record
         self.finished.setdefault(header["task"], {})[header["group_id"]] = None
 

@@ -69,7 +69,8 @@ _LEFT_OUT: dict[str, frozenset[type]] = {
     **dict.fromkeys(("seq_staleness", "rerolls"), frozenset({int})),
     "extra_fields": frozenset({dict}),
 }
-_GETTERS = [(name, attrgetter(name), _ALLOWED.get(name), _LEFT_OUT[name]) for name in FIELDS if name != "status"]
+_FIELDS = [(name, _ALLOWED.get(name), _LEFT_OUT[name]) for name in FIELDS if name != "status"]
+_values_of = attrgetter(*(name for name, _, _ in _FIELDS))
 
 
 DumpRef = Callable[[Any], Any]
@@ -167,23 +168,25 @@ class _References:
 
 
 class _Encoder:
-    """Turns values of one field into JSON, and puts arrays aside; without `entries`, refuses them.
+    """Turns values into JSON, and puts arrays aside for the field at hand; without `entries`, refuses them.
 
     With `references`, puts aside what cannot be written, too.
     """
 
     __slots__ = ("count", "entries", "field", "kinds", "member", "references")
 
-    def __init__(self, field: str, entries: Entries | None, references: _References | None = None) -> None:
+    def __init__(self, field: str, entries: Entries | None) -> None:
         self.entries = entries
         self.field = field
-        self.references = references
+        self.references: _References | None = None
         self.kinds: dict[str, dict[str, str]] = {}
         self.count = 0
         self.member = 0
 
-    def members(self, values: list[Any], kinds: set[type]) -> Any:
-        """What stands for the values of all members, given their types."""
+    def members(self, field: str, values: Sequence[Any], kinds: set[type]) -> Any:
+        """What stands for the values of all members in a field, given their types."""
+        self.field = field
+        self.count = self.member = 0
         first = values[0]
         if kinds <= _PLAIN or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
             same = len(kinds) == 1 and len(values) > 1 and values.count(first) == len(values)
@@ -204,7 +207,7 @@ class _Encoder:
             return one["$column"] if self.count else {"all": one}
         return encoded
 
-    def packed(self, values: list[Any], kinds: set[type]) -> str | None:
+    def packed(self, values: Sequence[Any], kinds: set[type]) -> str | None:
         """Put short lists, or model steps, of all members aside in one go; None if that is not possible."""
         if kinds == {list}:
             parts = values
@@ -382,33 +385,33 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState], *, refe
     if not len(states):
         raise ValueError("the group is empty; a group has at least one member")
     entries: Entries = {}
-    external = _References() if references else None
+    encoder = _Encoder("header", entries)
     try:
-        encoded_header = _Encoder("header", entries).value(header)
+        encoded_header = encoder.value(header)
     except _Unstorable as fault:
         raise TypeError(f"header{fault.where} {fault.what}") from None
+    external = encoder.references = _References() if references else None
     statuses = [state.status for state in states]
     _check("status", statuses, set(map(type, statuses)), states)
     fields: dict[str, Any] = {
         "status": [status.name if type(status) is Status else {"$str": status} for status in statuses]
     }
-    for name, getter, allowed, left_out in _GETTERS:
-        values = list(map(getter, states))
+    for (name, allowed, left_out), values in zip(_FIELDS, zip(*map(_values_of, states), strict=True), strict=True):
         kinds = set(map(type, values))
         if kinds == left_out and not any(values):
             continue
         if allowed is not None and not kinds <= allowed:
             _check(name, values, kinds, states)
         try:
-            fields[name] = _Encoder(name, entries, external).members(values, kinds)
+            fields[name] = encoder.members(name, values, kinds)
         except _Unstorable as fault:
             who = states[fault.member].rollout_id
             raise TypeError(f"{name}{fault.where} of rollout_id {_shown(who)} {fault.what}") from None
     line = dump_json({"header": encoded_header, "fields": fields})
-    return EncodedGroup(line, entries, external.located(states) if external else [])
+    return EncodedGroup(line, entries, [] if external is None else external.located(states))
 
 
-def _check(name: str, values: list[Any], kinds: set[type], states: Sequence[RolloutState]) -> None:
+def _check(name: str, values: Sequence[Any], kinds: set[type], states: Sequence[RolloutState]) -> None:
     allowed = _ALLOWED[name]
     if kinds <= allowed:
         return
@@ -440,14 +443,14 @@ def encode_document(document: dict[str, Any]) -> Any:
 
 
 class _Decoder:
-    """Turns JSON of one field back into values."""
+    """Turns JSON back into values, for the field at hand."""
 
     __slots__ = ("columns", "field", "references")
 
-    def __init__(self, field: str, columns: ColumnReader | None, references: Sequence[Any] = ()) -> None:
+    def __init__(self, field: str, columns: ColumnReader | None) -> None:
         self.columns = columns
         self.field = field
-        self.references = references
+        self.references: list[Any] = []
 
     def members(self, content: Any, count: int) -> list[Any]:
         """Values of all members."""
@@ -493,8 +496,8 @@ class _Decoder:
         if type(content) is str:
             if tag == "$str":
                 return content
-            if tag == "$status" and content in Status.__members__:
-                return Status[content]
+            if tag == "$status":
+                return _status(content)
             if tag == "$int" and _HEX_INT.fullmatch(content):
                 return int(content, 16)
             if tag == "$float" and _HEX_DOUBLE.fullmatch(content):
@@ -575,39 +578,49 @@ def decode_group(
     raw = parse_json(line)
     if type(raw) is not dict or raw.keys() - {"refs"} != {"header", "fields"} or type(raw["fields"]) is not dict:
         raise Malformed("is not an object of header and fields")
-    field = "refs"
-    references = []
+    decoder = _Decoder("refs", columns)
     try:
-        if field in raw:
-            stand_ins = _Decoder(field, columns).value(raw[field])
-            if type(stand_ins) is not list or not stand_ins:
-                raise Malformed("is not a list")
-            if load_ref is None:
-                raise Malformed("names external references; make the buffer with the load_ref that reads them")
-            references = [load_ref(stand_in) for stand_in in stand_ins]
-        field = "header"
-        header = _Decoder(field, columns).value(raw["header"])
+        if "refs" in raw:
+            decoder.references = _loaded(decoder.value(raw["refs"]), load_ref)
+        decoder.field = "header"
+        header = decoder.value(raw["header"])
         if type(header) is not dict:
             raise Malformed("is not a dict")
-        field = "status"
-        statuses = raw["fields"].pop(field, None)
-        if type(statuses) is not list or not statuses:
+        decoder.field = "status"
+        encoded = raw["fields"].pop("status", None)
+        if type(encoded) is not list or not encoded:
             raise Malformed("is not a list with one entry per member")
-        named = [{"$status": item} if type(item) is str else item for item in statuses]
-        fields = {field: _decode_field(field, named, len(statuses), columns, references)}
-        for field, content in raw["fields"].items():
-            fields[field] = _decode_field(field, content, len(statuses), columns, references)
+        statuses = [_status(item) if type(item) is str else decoder.value(item) for item in encoded]
+        _require_allowed("status", statuses)
+        fields = {"status": statuses}
+        for name, content in raw["fields"].items():
+            decoder.field = name
+            if name not in _LEFT_OUT:
+                raise Malformed("is not a field of a state")
+            fields[name] = decoder.members(content, len(statuses))
+            _require_allowed(name, fields[name])
     except Malformed as fault:
-        raise Malformed(f"{field:.80} {fault}") from None
+        raise Malformed(f"{decoder.field:.80} {fault}") from None
     return header, [RolloutState(**dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
 
 
-def _decode_field(name: str, content: Any, members: int, columns: ColumnReader, references: Sequence[Any]) -> list[Any]:
-    if name not in _LEFT_OUT:
-        raise Malformed("is not a field of a state")
-    values = _Decoder(name, columns, references).members(content, members)
+def _loaded(stand_ins: Any, load_ref: LoadRef | None) -> list[Any]:
+    if type(stand_ins) is not list or not stand_ins:
+        raise Malformed("is not a list")
+    if load_ref is None:
+        raise Malformed("names external references; make the buffer with the load_ref that reads them")
+    return [load_ref(stand_in) for stand_in in stand_ins]
+
+
+def _status(name: str) -> Status:
+    status = Status.__members__.get(name)
+    if status is None:
+        raise Malformed(f"has an unknown status {name!r:.80}")
+    return status
+
+
+def _require_allowed(name: str, values: list[Any]) -> None:
     allowed = _ALLOWED.get(name)
     if allowed is not None and not allowed.issuperset(map(type, values)):
         kind = next(type(value) for value in values if type(value) not in allowed)
         raise Malformed(f"is a {_name(kind)}; allowed are {_names(allowed)}")
-    return values

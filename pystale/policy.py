@@ -10,7 +10,7 @@ OLDEST_KEY = -(2**62)
 NEWEST_KEY = 2**62
 
 
-class Order(str, enum.Enum):
+class Order(enum.Enum):
     """Order in which groups of one pool are handed out; ties go to the earlier arrival.
 
     A group's key is made when it is stored and does not depend on the train step, so refreshing never sorts.

@@ -182,7 +182,7 @@ class Rollout:
 
     def new_tokens(self) -> int:
         """Response tokens that were not there when the group was drawn, or were there and had to be dropped."""
-        return max(sum(map(_tokens, self.group)) - self._kept_tokens, 0) if self.attempts else 0
+        return max(sum(map(_tokens, self.group)) - self._kept_tokens, 0)
 
     def without_per_token_fields(self) -> list[Any]:
         """Copies of the states that a buffer can count even if it refused the originals."""

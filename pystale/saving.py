@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pystale.checkpoint import (
     DOCUMENT,
     CheckpointError,
@@ -24,7 +26,6 @@ from pystale.history import Player
 from pystale.journal import Journal, Reading
 from pystale.ledger import Ledger
 from pystale.payload import DumpRef, LoadRef, dump_json, encode_document
-from pystale.policy import NEWEST_KEY
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
 from pystale.store import Record, Store
@@ -111,7 +112,13 @@ class SaveJob:
             "ledger": {**ledger, "in_flight": 0, "discarded": dict(ledger["discarded"])},
             # Handed out by an earlier process, and known by their place alone.
             "handed_out": [
-                {"task": t.task.name, "group_id": t.group_id, "arrival": t.arrival, "key": t.key, "rerolls": t.rerolls}
+                {
+                    "task": t.task.name,
+                    "group_id": _plain(t.group_id),
+                    "arrival": t.arrival,
+                    "key": t.key,
+                    "rerolls": t.rerolls,
+                }
                 for t in store.tickets.values()
                 if not t.states
             ],
@@ -184,11 +191,16 @@ class SaveJob:
         return None
 
 
+def _plain(group_id: Any) -> Any:
+    """A NumPy integer as an int, which is the same id and which a document can hold."""
+    return int(group_id) if isinstance(group_id, np.integer) else group_id
+
+
 def encode(group: Record | Ticket, dump_ref: DumpRef | None) -> EncodedGroup:
     """A group as a checkpoint holds it, its external references to be written later."""
     header = {
         "task": group.task.name,
-        "group_id": group.group_id,
+        "group_id": _plain(group.group_id),
         "status": group.status.name,
         "arrival": group.arrival,
         "key": group.key,
@@ -262,6 +274,7 @@ def load(
     """
     if journal is None and directory is None:
         raise ValueError("resume(None) resumes from the journal alone, and this buffer has none; name the checkpoint")
+    # Everything made here lives on; the collector would walk all of it again and again, stopping every thread.
     with collector_paused():
         return _load(directory, new_store(), load_ref, journal, undo_takes)
 
@@ -333,7 +346,7 @@ def _load_checkpoint(
             )
         stored = sum(record.tokens for record in store.records.values())
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"checkpoint in {os.fspath(directory)!r} contradicts itself: {error}") from None
 
 
@@ -357,7 +370,7 @@ def _restore(store: Store, header: dict[str, Any], states: list[Any]) -> None:
 def _place(header: dict[str, Any]) -> tuple[int, int | None, int]:
     key = header.get("key")
     if key is not None:
-        key = checked_int("key", key, at_least=-NEWEST_KEY)
+        key = checked_int("key", key, at_least=-(2**63))
     arrival = checked_int("arrival", header.get("arrival"), at_least=0)
     return arrival, key, checked_int("rerolls", header.get("rerolls"), at_least=0)
 

@@ -73,10 +73,20 @@ class StalenessRule:
     spare_aborted: bool = False
 
     def __post_init__(self) -> None:
-        checked_int("sync_weights_interval", self.sync_weights_interval, at_least=1)
-        checked_int("max_staleness", self.max_staleness, at_least=0)
-        if self.max_token_staleness is not None:
-            checked_int("max_token_staleness", self.max_token_staleness, at_least=0, remedy="None turns the rule off")
+        # Kept as int: the arithmetic of NumPy's integers wraps around.
+        interval = checked_int("sync_weights_interval", self.sync_weights_interval, at_least=1)
+        object.__setattr__(self, "sync_weights_interval", interval)
+        for name in ("max_staleness", "max_token_staleness"):
+            if getattr(self, name) is None and name == "max_token_staleness":
+                continue
+            remedy = "None turns the rule off" if name == "max_token_staleness" else ""
+            periods = checked_int(name, getattr(self, name), at_least=0, remedy=remedy)
+            object.__setattr__(self, name, periods)
+            if (periods + 1) * interval >= 2**63:
+                raise ValueError(
+                    f"({name} + 1) * sync_weights_interval must be below 2**63, got ({periods} + 1) * {interval}; "
+                    "no response reaches a limit that far away"
+                )
         if not isinstance(self.spare_aborted, bool):
             raise TypeError(f"spare_aborted must be a bool, got {type(self.spare_aborted).__name__}")
         if self.max_token_staleness is not None and self.max_token_staleness > self.max_staleness:

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pystale._objects import ModelSteps, summarise
+from pystale._objects import ModelSteps, replace_fields, summarise
+from pystale.staleness import checked_int
 
 __all__ = [
     "RolloutState",
@@ -176,13 +177,21 @@ def as_status(status: Any) -> Status:
     return found
 
 
+def foreign_status(kind: type[enum.Enum], status: Status) -> enum.Enum:
+    """Member of another framework's enum that stands for `status`; ValueError when it has none."""
+    for name, member in kind.__members__.items():
+        if name.upper() == status.name:
+            return member
+    raise ValueError(f"{kind.__name__} has no {status.name}, which its rollouts may become")
+
+
 def write_status(state: Any, status: Status) -> None:
     """Set ``state.status`` to `status` in the vocabulary the state already uses."""
     current = state.status
     if type(current) is Status:
         state.status = status
     elif isinstance(current, enum.Enum):
-        state.status = type(current)[status.name]
+        state.status = foreign_status(type(current), status)
     else:
         state.status = status.value
 
@@ -231,21 +240,19 @@ def stamped_steps(state: Any, model_step: int) -> Any:
     The steps keep their kind (list, array or ModelSteps); where there were none, they are ModelSteps. The same object
     comes back when every token is stamped already.
     """
-    if isinstance(model_step, bool) or not isinstance(model_step, (int, np.integer)):
-        raise TypeError(f"model_step must be an int, got {type(model_step).__name__} {model_step!r}")
+    step = checked_int("model_step", model_step, at_least=0, remedy="initial weights are step 0")
     steps = state.response_model_steps
     missing = length(state.response_ids) - length(steps)
     if missing <= 0:
         return steps
-    if model_step < 0:
-        raise ValueError(f"model_step must be at least 0, got {model_step}; initial weights are step 0")
-    step = int(model_step)
     if isinstance(steps, (list, tuple)):
         return [*steps, *[step] * missing]
     if isinstance(steps, np.ndarray):
-        return np.concatenate(
-            [steps, np.full(missing, step, dtype=np.promote_types(steps.dtype, np.min_scalar_type(step)))]
-        )
+        if steps.dtype.kind not in "iu":
+            raise TypeError(f"response_model_steps has dtype {steps.dtype}; an integer dtype is required")
+        # Never by promotion with uint64: that gives floats.
+        holds = step <= np.iinfo(steps.dtype).max
+        return np.concatenate([steps, np.full(missing, step, dtype=steps.dtype if holds else np.int64)])
     stamped = ModelSteps() if steps is None else ModelSteps.from_list(steps)
     stamped.append(step, missing)
     return stamped
@@ -270,7 +277,7 @@ def update_sample_version(state: State, model_step: int) -> State:
     Raises
     ------
     TypeError, ValueError
-        If `model_step` is not an int, or negative.
+        If `model_step` is not an int, negative, or past int64; or if there are steps that are not integers.
 
     Examples
     --------
@@ -298,23 +305,7 @@ _CLEARED_BY_RESET: tuple[str, ...] = (
 _KEPT_BY_DISCARD = frozenset(
     ("rollout_id", "group_id", "task_name", "session_id", "message", "prompt_ids", "prompt_model_step", "rerolls")
 )
-# Written like the others, but nothing in them can be a reference somebody has to free.
-_BOOKKEEPING = frozenset(("tokens", "seq_staleness"))
-_SIZED = (str, list, tuple, dict, ModelSteps)
 _DISCARDED = tuple(f for f in fields(RolloutState) if f.name not in _KEPT_BY_DISCARD and f.name != "status")
-
-
-def _clear(state: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """Write those fields of `new` that `state` has; return the old values that held something."""
-    cleared = {}
-    for name, value in new.items():
-        old = getattr(state, name, MISSING)
-        if old is MISSING:
-            continue
-        setattr(state, name, value)
-        if old is not None and not (isinstance(old, _SIZED) and len(old) == 0) and name not in _BOOKKEEPING:
-            cleared[name] = old
-    return cleared
 
 
 def reset(state: Any) -> dict[str, Any]:
@@ -337,16 +328,15 @@ def reset(state: Any) -> dict[str, Any]:
     >>> state.tokens, state.response_ids, state.status
     ([5], [], <Status.EXPIRED: 'expired'>)
     """
-    prompt = state.prompt_ids
-    new: dict[str, Any] = {
-        "tokens": None if prompt is None else list(prompt),
-        "response": "",
-        "response_ids": [],
-        "response_model_steps": ModelSteps() if isinstance(state.response_model_steps, ModelSteps) else [],
-        "logprobs": [],
-    }
-    new.update(dict.fromkeys(_CLEARED_BY_RESET))
-    cleared = _clear(state, new)
+    if hasattr(state, "tokens"):
+        prompt = getattr(state, "prompt_ids", None)
+        state.tokens = None if prompt is None else list(prompt)
+    new: dict[str, Any] = dict.fromkeys(_CLEARED_BY_RESET)
+    new["response"] = ""
+    new["response_ids"] = []
+    new["response_model_steps"] = ModelSteps() if isinstance(state.response_model_steps, ModelSteps) else []
+    new["logprobs"] = []
+    cleared = replace_fields(state, new)
     write_status(state, Status.EXPIRED)
     return cleared
 
@@ -363,6 +353,6 @@ def discard(state: Any) -> dict[str, Any]:
         Old values of the fields that held something, so that references among them can be freed.
     """
     new = {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in _DISCARDED}
-    cleared = _clear(state, new)
+    cleared = replace_fields(state, new)
     write_status(state, Status.EXPIRED)
     return cleared

@@ -16,9 +16,9 @@ from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
-from pystale.ticket import Ticket, begins_with
+from pystale.ticket import Copy, Ticket, begins_with
 
-__all__ = ["Record", "Released", "Store", "Task"]
+__all__ = ["Record", "Released", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
@@ -28,6 +28,7 @@ Released = list[tuple[Any, dict[str, Any]]]
 number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
+_ABSENT = object()
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
@@ -137,7 +138,7 @@ class Store:
 
     # Storing
 
-    def put(self, arriving: Arriving, train_step: int | None, released: Released) -> Status:
+    def put(self, arriving: Arriving, train_step: int | None, released: Released | None) -> Status:
         """Store a group that :meth:`read` accepted and run the life cycle on it.
 
         Returns
@@ -153,54 +154,95 @@ class Store:
                 f"group {group_id!r} of task {arriving.task_name!r} is stored already; "
                 "take it out before putting it again"
             )
-        ticket = self.tickets.pop(name, None)
+        ticket = self.tickets.get(name)
         status = group_status(arriving.statuses)
+        if group_id is None:
+            group_id = self._own_group_id(arriving.task_name)
+        now = self.train_step if train_step is None else train_step
         record = self.admit(
             arriving,
-            self._own_group_id() if group_id is None else group_id,
+            group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
             arriving.rerolls if ticket is None else ticket.rerolls,
+            now,
         )
         if self.changes is not None:
             self.changes.put(record, returned=ticket is not None and bool(ticket.states))
+        self.train_step = now
         tokens = record.tokens
         if ticket is None:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
+            del self.tickets[name]
             self._book_return(ticket, arriving)
         self.ledger.stored += tokens
 
-        if train_step is not None:
-            self.train_step = train_step
         if status not in AGEING:
-            self.write_staleness(record)
             return status
-        self.write_staleness(record)
         expired = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
-        if self.train_step is not None:
-            expired += self.index.due_members(record.number, self.train_step)
+        if now is not None:
+            expired += self.index.due_members(record.number, now)
         if expired:
             self._expire(record, expired, released)
         return record.status
 
     def admit(
-        self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
+        self,
+        arriving: Arriving,
+        group_id: Any,
+        status: Status,
+        arrival: int,
+        key: int | None,
+        rerolls: int,
+        train_step: int | None,
     ) -> Record:
-        """Enter a group that :meth:`read` accepted, and write what the store knows of it to its states."""
+        """Enter a group that :meth:`read` accepted, and write to its states what that says of them.
+
+        Raises
+        ------
+        TypeError
+            When a state refuses to be written to. Nothing has changed then.
+        """
+        self._write(arriving, group_id, rerolls, train_step)
         record = self.record(arriving, group_id, status, arrival, key, rerolls)
         self.insert(record, arriving.statuses)
-        for state, steps in zip(arriving.states, arriving.steps, strict=True):
-            if steps is not state.response_model_steps:
-                state.response_model_steps = steps
-            if getattr(state, "group_id", group_id) is None:
-                state.group_id = group_id
-            if getattr(state, "task_name", arriving.task_name) is None:
-                state.task_name = arriving.task_name
-            _write_rerolls(state, rerolls)
         return record
+
+    def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
+        """Write to the states of a group what storing it says of them; all of it, or nothing when a state refuses.
+
+        Raises
+        ------
+        TypeError
+            Naming the member and the field that cannot be written.
+        """
+        written: list[tuple[Any, str, Any]] = []
+        for position, (state, steps, member, status) in enumerate(
+            zip(arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True)
+        ):
+            new: dict[str, Any] = {"status": state.status}  # tried out: the life cycle will write it
+            if steps is not state.response_model_steps:
+                new["response_model_steps"] = steps
+            if arriving.group_id is None and hasattr(state, "group_id"):
+                new["group_id"] = group_id
+            if getattr(state, "task_name", arriving.task_name) is None:
+                new["task_name"] = arriving.task_name
+            if getattr(state, "rerolls", rerolls) != rerolls:
+                new["rerolls"] = rerolls
+            if now is not None and _shows_staleness(member, status):
+                new["seq_staleness"] = member.seq_staleness(now)
+            for name, value in new.items():
+                old = getattr(state, name, _ABSENT)
+                try:
+                    setattr(state, name, value)
+                except Exception as error:
+                    for other, other_name, before in reversed(written):
+                        _restore(other, other_name, before)
+                    raise TypeError(f"member {position}: its {name} cannot be written: {error}") from error
+                written.append((state, name, old))
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -227,9 +269,13 @@ class Store:
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
 
-    def _own_group_id(self) -> int:
-        self.own_group_ids += 1
-        return FIRST_OWN_GROUP_ID + self.own_group_ids
+    def _own_group_id(self, task_name: str) -> int:
+        """An id that no group of the task has, not even one whose user counts up from where these ids start."""
+        while True:
+            self.own_group_ids += 1
+            name = (task_name, FIRST_OWN_GROUP_ID + self.own_group_ids)
+            if name not in self.numbers and name not in self.tickets:
+                return name[1]
 
     def _book_return(self, ticket: Ticket, arriving: Arriving) -> None:
         """Book what became of the tokens a group had when it was handed out.
@@ -248,7 +294,7 @@ class Store:
 
     # The life cycle
 
-    def refresh(self, train_step: int, bits: int, released: Released) -> dict[str, int]:
+    def refresh(self, train_step: int, bits: int, released: Released | None) -> dict[str, int]:
         """Run the life cycle at `train_step` over what has come due in the pools of `bits`.
 
         Returns
@@ -263,7 +309,7 @@ class Store:
             moved[record.task.name] += self._expire(record, members, released)
         return moved
 
-    def _expire(self, record: Record, expired: list[int], released: Released) -> bool:
+    def _expire(self, record: Record, expired: list[int], released: Released | None) -> bool:
         """The life cycle of one group whose members at `expired`, at least one, are EXPIRED or have come due.
 
         Returns
@@ -289,7 +335,7 @@ class Store:
             self.changes.expire(record, expired)
         return entered
 
-    def reset_members(self, record: Record, expired: list[int], released: Released) -> None:
+    def reset_members(self, record: Record, expired: list[int], released: Released | None) -> None:
         """Take the responses of the members at `expired` away; the group is EXPIRED."""
         record.status = Status.EXPIRED
         self.index.expire(record.number, expired, number_of(Status.EXPIRED))
@@ -339,15 +385,15 @@ class Store:
         self.ledger.stored += record.tokens
         self.ledger.in_flight -= record.tokens
 
-    def lend(self, record: Record, states: Group) -> Ticket:
-        """Remember a record handed out for continuation, of which `states` are copies."""
+    def lend(self, record: Record, copies: list[Copy]) -> Ticket:
+        """Remember a record handed out for continuation, of which these are copies."""
         self._announce(record)
         self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
-        ticket = Ticket.of(record, states)
+        ticket = Ticket.of(record, copies)
         self.tickets[record.task.name, record.group_id] = ticket
         return ticket
 
@@ -398,7 +444,7 @@ class Store:
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
-    def reject(self, arriving: Arriving, outcome: str, released: Released) -> None:
+    def reject(self, arriving: Arriving, outcome: str, released: Released | None) -> None:
         """Count and release a group that will not be stored."""
         if (arriving.task_name, arriving.group_id) in self.numbers:
             raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
@@ -432,12 +478,13 @@ class Store:
         group_id, task_name = getattr(first, "group_id", None), getattr(first, "task_name", None)
         if (task_name, group_id) in self.tickets:
             return str(task_name)
-        tasks = [name for name, known in self.tickets if known == group_id]
+        stored = (task_name, group_id) in self.numbers
+        tasks = [] if stored else [name for name, known in self.tickets if known == group_id]
         if len(tasks) == 1:
             return tasks[0]
         if tasks:
             raise ValueError(f"group {group_id!r} is handed out by tasks {', '.join(sorted(tasks))}; set its task_name")
-        where = "is stored" if any(known == group_id for _, known in self.numbers) else "is not handed out"
+        where = "is stored" if stored or any(known == group_id for _, known in self.numbers) else "is not handed out"
         raise ValueError(f"group {group_id!r} {where}; only groups handed out by get and not put back can be settled")
 
     # Helpers
@@ -455,8 +502,48 @@ class Store:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
-            if member.tokens:
+            if _shows_staleness(member, as_status(state.status)):
                 state.seq_staleness = member.seq_staleness(self.train_step)
+
+
+def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> list[tuple[Any, Any]]:
+    """Write the masks that records train with; all of them, or none when a state refuses.
+
+    Returns
+    -------
+    list of (state, object)
+        The states written to, and the masks they had.
+    """
+    written: list[tuple[Any, Any]] = []
+    try:
+        for record, taken in zip(records, masks, strict=True):
+            for state, (mask, _) in zip(record.states, taken, strict=True):
+                if mask is not None:
+                    old = state.response_mask
+                    state.response_mask = mask
+                    written.append((state, old))
+    except BaseException:
+        unwrite_masks(written)
+        raise
+    return written
+
+
+def unwrite_masks(written: Sequence[tuple[Any, Any]]) -> None:
+    """Undo :func:`write_masks`."""
+    for state, old in written:
+        state.response_mask = old
+
+
+def _shows_staleness(member: Member, status: Status) -> bool:
+    """A member that was reset keeps the staleness it expired with until it is generated anew."""
+    return member.tokens > 0 or status is not Status.EXPIRED
+
+
+def _restore(state: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(state, name)
+    else:
+        setattr(state, name, value)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:
@@ -464,6 +551,7 @@ def _write_rerolls(state: Any, rerolls: int) -> None:
         state.rerolls = rerolls
 
 
-def _release(state: Any, cleared: dict[str, Any], released: Released) -> None:
-    if cleared:
+def _release(state: Any, cleared: dict[str, Any], released: Released | None) -> None:
+    """Collect what was cleared, where somebody wants it: holding it back keeps whole responses alive."""
+    if released is not None and cleared:
         released.append((state, cleared))

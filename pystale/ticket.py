@@ -1,7 +1,7 @@
 """What is remembered of a group that was handed out, so that it is known when it comes back."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from pystale.state import RolloutState, Status, as_status
 if TYPE_CHECKING:
     from pystale.store import Record, Task
 
-__all__ = ["ForeignCopy", "Ticket", "begins_with", "copied"]
+__all__ = ["Copy", "ForeignCopy", "Ticket", "begins_with", "copied"]
 
 _PER_TOKEN = ("prompt_ids", "tokens", "response_ids", "response_mask", "response_model_steps", "logprobs")
 _NESTED = frozenset({dict, list, tuple})
+_SLICED = (list, tuple, ModelSteps, np.ndarray)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,36 +37,40 @@ class Ticket:
         return sum(tokens for tokens, _ in self.held)
 
     @classmethod
-    def of(cls, record: "Record", states: Group) -> "Ticket":
-        """Ticket of a record, with `states` that :func:`copied` made of its own."""
-        held = [
-            (member.tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
-            for state, member in zip(states, record.members, strict=True)
-        ]
+    def of(cls, record: "Record", copies: "list[Copy]") -> "Ticket":
+        """Ticket of a record, with the copies that :func:`copied` made of its states."""
+        held = [(member.tokens, copy.begins) for copy, member in zip(copies, record.members, strict=True)]
+        states = [copy.state for copy in copies]
         return cls(
             record.task, record.group_id, record.status, record.arrival, record.key, record.rerolls, states, held
         )
 
 
-def copied(states: Group) -> Group:
+class Copy(NamedTuple):
+    """A state as it was handed out."""
+
+    state: Any  # a RolloutState, or what stands for a state of another framework
+    begins: Any  # tokens of an unfinished response; None where there are none, or they cannot change
+
+
+class ForeignCopy(NamedTuple):
+    """Stands for a state of another framework, which no checkpoint can hold."""
+
+    kind: type
+
+
+def copied(states: Group) -> list[Copy]:
     """Copies of states that stay as they are whatever is done to the originals, but for changes inside an object.
 
     Arrays other than those per token are shared: they can be gigabytes of images, and generation does not write them.
-    Of objects that are no :class:`RolloutState` only the status and the response are copied.
     """
-    return [_copy(state) if type(state) is RolloutState else ForeignCopy(state) for state in states]
-
-
-class ForeignCopy:
-    """Status and tokens of a state of another framework. No checkpoint can hold it."""
-
-    __slots__ = ("kind", "response_ids", "response_model_steps", "status")
-
-    def __init__(self, state: Any) -> None:
-        self.kind = type(state)
-        self.status = state.status
-        self.response_ids = _per_token(state.response_ids)
-        self.response_model_steps = _per_token(state.response_model_steps) if state.response_ids is None else None
+    return [
+        Copy(
+            _copy(state) if type(state) is RolloutState else ForeignCopy(type(state)),
+            None if as_status(state.status) is Status.COMPLETED else _own(_tokens_of(state)),
+        )
+        for state in states
+    ]
 
 
 def _copy(state: RolloutState) -> RolloutState:
@@ -98,11 +103,24 @@ def _tokens_of(state: Any) -> Any:
     return state.response_model_steps if state.response_ids is None else state.response_ids
 
 
+def _own(tokens: Any) -> Any:
+    """Copy of tokens."""
+    if isinstance(tokens, _SLICED):
+        return tokens.copy() if isinstance(tokens, np.ndarray) else tokens[:]
+    return None if tokens is None else _plain(tokens)
+
+
+def _plain(tokens: Any) -> list[Any]:
+    """Tokens as a list of their own. Not every container has ``copy``, and a slice of a tensor is a view."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    return listed if isinstance(listed, list) else [listed]
+
+
 def begins_with(state: Any, begins: Any) -> bool:
     """Whether a response still begins with the tokens it had; None: it had none, or they cannot have changed."""
     if begins is None:
         return True
     tokens = _tokens_of(state)
-    if tokens is None:
+    if tokens is None or not len(begins):
         return len(begins) == 0
-    return len(begins) == 0 or list(tokens[: len(begins)]) == list(begins)
+    return _plain(tokens[: len(begins)] if isinstance(tokens, _SLICED) else tokens)[: len(begins)] == _plain(begins)

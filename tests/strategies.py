@@ -42,11 +42,8 @@ def mask_values(size: int) -> st.SearchStrategy[list[int]]:
 @st.composite
 def arrays_of(draw: st.DrawFn, values: Sequence[int]) -> npt.NDArray[Any]:
     """An array of these values: any dtype that holds them, either byte order, any stride, aligned or not."""
-    fitting = [
-        dtype
-        for dtype in INTEGER_DTYPES
-        if all(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max for value in values)
-    ]
+    low, high = min(values, default=0), max(values, default=0)
+    fitting = [dtype for dtype in INTEGER_DTYPES if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max]
     dtype = draw(st.sampled_from(fitting)).newbyteorder(draw(st.sampled_from("<>")))
     plain = np.array(values, dtype=dtype)
     layout = draw(st.sampled_from(["contiguous", "reversed", "column", "unaligned", "repeated", "read-only"]))
@@ -66,19 +63,26 @@ def arrays_of(draw: st.DrawFn, values: Sequence[int]) -> npt.NDArray[Any]:
     return plain
 
 
+def members(values: Sequence[int]) -> list[int]:
+    """The values as members of an IntEnum."""
+    names = {f"v{value}": value for value in set(values)}
+    kind = enum.IntEnum("members", names)
+    return [kind(value) for value in values]
+
+
+LISTS: list[Any] = [
+    list,
+    tuple,
+    members,
+    lambda values: [Version(value) for value in values],
+    lambda values: [np.int64(value) for value in values],
+    lambda values: [np.int64(value) if at % 2 else value for at, value in enumerate(values)],
+]
+
+
 def lists_of(values: Sequence[int]) -> st.SearchStrategy[Any]:
     """A list or tuple of these values: exact ints, subclasses of int, NumPy scalars."""
-    enumeration = enum.IntEnum("enumeration", {f"v{value}": value for value in set(values)}) if values else None
-    return st.sampled_from(
-        [
-            list(values),
-            tuple(values),
-            [Version(value) for value in values],
-            [enumeration(value) for value in values] if enumeration else [],
-            [np.int64(value) for value in values],
-            [np.int64(value) if at % 2 else value for at, value in enumerate(values)],
-        ]
-    )
+    return st.sampled_from(LISTS).map(lambda make: make(values))
 
 
 def steps_of(values: Sequence[int]) -> st.SearchStrategy[Any]:
@@ -96,8 +100,9 @@ def masks_of(values: Sequence[int]) -> st.SearchStrategy[Any]:
     flags = [value != 0 for value in values]
     return st.one_of(
         steps_of(values),
-        st.sampled_from([flags, tuple(flags), np.array(flags, dtype=np.bool_), [np.bool_(flag) for flag in flags]]),
-        st.just(np.array(flags, dtype=np.bool_)[::-1].copy()[::-1]),
+        st.sampled_from([flags, tuple(flags), np.array(flags, dtype=np.bool_)]),
+        st.builds(lambda: [np.bool_(flag) for flag in flags]),
+        st.builds(lambda: np.array(flags[::-1], dtype=np.bool_)[::-1]),
     )
 
 

@@ -1,8 +1,11 @@
 """The buffer's life cycle, taking and ordering, through its blocking calls."""
 
+import enum
 import gc
 import sys
 import tracemalloc
+from array import array
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,6 +127,18 @@ def test_refresh_has_a_key_for_every_task_that_had_groups_stored():
     b.put(group([5]), "b", train_step=6)
     assert b.refresh_staleness(6) == {"a": 1, "b": 0}
     assert b.refresh_staleness(6) == {"b": 0}
+
+
+def test_a_reset_member_keeps_the_age_it_expired_with_until_it_is_generated_anew():
+    b = buffer(2)
+    members = group([1], [4])
+    b.put(members, train_step=5)
+    assert [m.seq_staleness for m in members] == [3, 0]
+    (again,) = b.get(1, status=E)
+    assert again[0].seq_staleness == 3
+    again[0].status = C  # generated anew, and nothing came of it
+    b.put(again, train_step=5)
+    assert again[0].seq_staleness == 0
 
 
 # Groups
@@ -708,6 +723,8 @@ def test_discarding_with_a_token_rule_warns_once_of_the_consequence():
         (lambda b: b.take_train_batch({"default": 1}, train_step=0), ValueError, "train_step"),
         (lambda b: b.wait_ready({"default": 1}, timeout=-1), ValueError, "timeout"),
         (lambda b: b.wait_ready({"default": 1}, timeout=float("nan")), ValueError, "timeout"),
+        (lambda b: b.wait_ready({"default": 1}, timeout=True), TypeError, "timeout"),
+        (lambda b: b.wait_ready({"default": 1}, timeout="1"), TypeError, "timeout"),
         (lambda b: b.settle([], "done"), ValueError, "outcome"),
         (lambda b: b.reject(group([1]), outcome="trained"), ValueError, "outcome"),
     ],
@@ -762,3 +779,158 @@ def test_a_refresh_with_nothing_due_allocates_nothing_that_grows(groups):
         gc.enable()
     assert grown < 32
     assert peak < 4096
+
+
+class Tensor:
+    """Tokens in a container of another library: no ``copy``, and slices are views."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, at):
+        return Tensor(self.values[at])
+
+    def tolist(self):
+        return self.values.tolist()
+
+
+@pytest.mark.parametrize("container", [Tensor, tuple, bytes, np.array, lambda ids: array("q", ids)])
+def test_tokens_in_any_container_are_continued_or_restarted(container):
+    b = buffer(9)
+    member = state([3, 3], A)
+    member.response_ids = container([1, 2])
+    b.put([member])
+    [continued] = b.get(1, status=A)
+    member.response_ids, member.response_model_steps = container([1, 2, 3]), [3, 3, 4]
+    b.put(continued)
+    assert b.ledger()["produced"] == 3
+    assert not b.ledger()["discarded"]
+    [restarted] = b.get(1, status=A)
+    member.response_ids = container([7, 2, 3])
+    b.put(restarted)
+    assert b.ledger()["discarded"] == {"restarted": 3}
+    assert len(set(balance(b.ledger()))) == 1
+
+
+def test_tokens_of_several_numbers_each_are_continued():
+    b = buffer(9)
+    member = state([3, 3], A)
+    member.response_ids = np.array([[1, 2], [3, 4]])
+    b.put([member])
+    assert b.put(b.get(1, status=A)[0]) is A
+    assert b.ledger()["produced"] == 2
+
+
+def test_an_id_the_buffer_gives_is_that_of_no_other_group():
+    b = buffer(9)
+    [first] = group([3])
+    b.put([first])
+    b.put(group([3], group_id=first.group_id + 1))
+    b.put(group([3], status=A, group_id=first.group_id + 2))
+    b.get(1, status=A)
+    [last] = group([3])
+    b.put([last])
+    assert last.group_id == first.group_id + 3
+    assert len(b.get(9)) == 3
+
+
+@dataclass(frozen=True)
+class Frozen:
+    status: str = "completed"
+    prompt_ids: tuple = (1,)
+    response_ids: tuple = (5, 6)
+    response_model_steps: tuple = (3, 3)
+    response_mask: tuple | None = None
+    group_id: int | None = 1
+
+
+class Picky(SimpleNamespace):
+    """Refuses one field, as a class that checks what is assigned may."""
+
+    def __setattr__(self, name, value):
+        if name == self.refused:
+            raise ValueError(f"{name} is not what it should be")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("train_step", [None, 5])
+def test_a_group_that_cannot_be_written_to_is_refused_whole(train_step):
+    b = buffer(9)
+    with pytest.raises(TypeError, match="member 0: its status cannot be written"):
+        b.put([Frozen()], train_step=train_step)
+    assert len(b) == 0
+    assert b.ledger()["produced"] == 0
+
+
+@pytest.mark.parametrize("refused", ["response_model_steps", "group_id", "task_name", "rerolls", "seq_staleness"])
+def test_a_state_that_refuses_a_field_leaves_its_group_as_it_was(refused):
+    b = buffer(9)
+    fields = {"status": "completed", "prompt_ids": [1], "response_ids": [5, 6], "response_mask": None, "rerolls": 0}
+    picky = Picky(refused=None, response_model_steps=None, task_name=None, group_id=None, **fields)
+    first = state([], C, rerolls=2)
+    first.response_ids = [7]
+    first.response_model_steps = None
+    picky.refused = refused
+    with pytest.raises(TypeError, match=f"member 1: its {refused} cannot be written: {refused} is not"):
+        b.put([first, picky], model_step=3, train_step=5)
+    assert (first.response_model_steps, first.group_id, first.task_name, first.seq_staleness) == (None, None, None, 0)
+    assert not hasattr(picky, "seq_staleness")
+    assert (len(b), b.ledger()["produced"]) == (0, 0)
+    picky.__dict__["refused"] = None
+    assert b.put([first, picky], model_step=3, train_step=5) is C
+    assert picky.rerolls == 2
+
+
+def test_a_mask_that_a_state_refuses_costs_no_group():
+    b = buffer(9, 2)
+    picky = Picky(
+        refused=None,
+        status="completed",
+        prompt_ids=[1],
+        response_ids=[5, 6],
+        response_mask=None,
+        response_model_steps=[5, 8],
+        group_id=2,
+    )
+    first = state([5, 7], response_mask=[1, 1])
+    b.put([first], train_step=9)
+    b.put([picky], train_step=9)
+    picky.refused = "response_mask"
+    with pytest.raises(ValueError, match="response_mask is not what it should be"):
+        b.take_train_batch({"default": 2}, train_step=9)
+    assert first.response_mask == [1, 1]
+    assert (b.count(), b.ledger()["stored"], b.ledger()["trained"]) == (2, 4, 0)
+    picky.refused = None
+    assert b.take_train_batch({"default": 2}, train_step=9).trainable_tokens == 2
+
+
+def test_a_status_that_cannot_become_expired_is_refused():
+    half = enum.Enum("Half", ["COMPLETED", "ABORTED"])
+    b = buffer(2)
+    with pytest.raises(ValueError, match=r"member 0 .*Half has no EXPIRED"):
+        b.put([state([3], half.COMPLETED)], train_step=4)
+    assert len(b) == 0
+
+
+def test_a_status_in_small_letters_expires_too():
+    small = enum.Enum("Small", ["completed", "expired"])
+    b = buffer(2)
+    member = state([3], small.completed)
+    b.put([member], train_step=4)
+    b.refresh_staleness(9)
+    assert member.status is small.expired
+
+
+def test_a_foreign_state_without_a_prompt_is_reset_with_the_others():
+    b = buffer(2)
+    foreign = SimpleNamespace(
+        status="completed", tokens=[1, 5], response_ids=[5], response_model_steps=[3], response_mask=None, group_id=1
+    )
+    ours = state([3])
+    b.put([foreign])
+    b.put([ours])
+    assert b.refresh_staleness(9) == {"default": 2}
+    assert (foreign.tokens, foreign.status, ours.status) == (None, "expired", E)

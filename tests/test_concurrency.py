@@ -54,6 +54,33 @@ def test_a_wait_ends_at_its_timeout_and_leaves_nothing_behind():
     assert not make().sync.wait_ready({"default": 1}, timeout=0.01)
 
 
+@pytest.mark.parametrize("name", ["wait_ready", "is_ready", "take_batch"])
+def test_a_task_without_a_rule_is_refused_even_when_another_task_is_short(name):
+    buffer = ReplayBuffer({"a": StalenessRule()}, tail_batch_trigger_size=0)
+    with pytest.raises(ValueError, match="task 'b' has no rule"):
+        getattr(buffer.sync, name)({"a": 1, "b": 1})
+    # Nobody waits who would make the put fail that has the groups of the other task ready.
+    assert buffer.sync.put(group([5]), "a") is C
+
+
+@pytest.mark.parametrize("timeout", [1e11, float("inf"), 2**70])
+def test_a_wait_may_be_as_long_as_one_likes(timeout):
+    buffer = make()
+    put = threading.Timer(0.05, lambda: buffer.sync.put(group([5])))
+    put.start()
+    assert buffer.sync.wait_ready({"default": 1}, timeout=timeout)
+    assert asyncio.run(buffer.wait_ready({"default": 1}, timeout=timeout))
+    put.join()
+
+    async def main():
+        wait = asyncio.create_task(make().wait_ready({"default": 1}, timeout=timeout))
+        await asyncio.wait((wait,), timeout=0.05)
+        assert not wait.done()
+        wait.cancel()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_wait_takes_nothing():
     async def main():
         buffer = make()

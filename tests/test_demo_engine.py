@@ -152,7 +152,11 @@ def test_completed_members_are_not_generated_again():
 def test_without_partial_rollout_an_aborted_response_starts_over():
     async def main() -> RolloutState:
         (member,) = rollouts(1)
-        member.status, member.response_ids, member.logprobs = Status.ABORTED, np.array([1, 0, 10], np.uint8), np.zeros(3)
+        member.status, member.response_ids, member.logprobs = (
+            Status.ABORTED,
+            np.array([1, 0, 10], np.uint8),
+            np.zeros(3),
+        )
         member.response_model_steps = [0, 0, 0]
         async with Engine(weights(0), np.random.default_rng(0)) as engine:
             engine.load_weights(never_ending(0), 5)

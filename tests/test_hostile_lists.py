@@ -1,5 +1,6 @@
 """Lists that fight back: changed by other threads or by the call itself, holding objects with code of their own."""
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -149,6 +150,48 @@ def test_model_steps_that_grow_in_other_threads_give_whole_answers() -> None:
         assert len(values) % 3 == 0
     thread.join()
     assert len(steps) == 60_000
+
+
+CALLS_WITH_MASK: list[Callable[[Any, Any], Any]] = [
+    lambda steps, mask: effective_mask(steps, train_step=6, token_stale_threshold=1, response_mask=mask),
+    lambda steps, mask: has_trainable_token(steps, train_step=6, token_stale_threshold=9, response_mask=mask),
+    lambda steps, mask: refresh_batch(steps, [0, 3000], train_step=6, stale_threshold=1, response_mask=mask),
+    lambda steps, mask: _objects.summarise(steps, mask),
+]
+
+
+@pytest.mark.parametrize("call", CALLS_WITH_MASK)
+def test_model_steps_that_grow_during_the_call_are_an_error(call: Callable[[Any, Any], Any]) -> None:
+    steps = ModelSteps.from_list([4] * 3000)
+
+    class Mask:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            steps.append(5, 100_000)
+            return np.ones(3000, np.uint8)
+
+    with pytest.raises(RuntimeError, match="steps changed its length while it was being read"):
+        call(steps, Mask())
+
+
+def test_garbage_collection_during_a_call_may_append() -> None:
+    # A collection can start wherever a tuple is made, and its callbacks are ordinary code.
+    steps = ModelSteps.from_runs([(step, 2) for step in range(50)])
+    whole = list(steps)
+
+    def append(phase: str, info: dict[str, int]) -> None:
+        for step in range(3):
+            steps.append(10**6 + step)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(append)
+    gc.set_threshold(1)
+    try:
+        answers = [list(steps), np.asarray(steps).tolist(), list(steps[:100]), list(reversed(steps))[::-1]]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(append)
+    assert [answer[:100] for answer in answers] == [whole] * 4
+    assert len(steps) > 100
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:

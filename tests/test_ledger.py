@@ -156,3 +156,16 @@ def test_a_group_that_comes_back_with_fewer_members_loses_their_tokens(b):
     b.put(again[:1], train_step=6)
     assert b.ledger()["discarded"] == {"lost": 1}
     assert balance(b.ledger()) == (3, 3)
+
+
+def test_a_stored_group_does_not_close_the_account_of_its_namesake_in_another_task():
+    b = ReplayBuffer(StalenessRule(), tail_batch_trigger_size=0).sync
+    handed_out, stored = group([3], group_id=1, task_name="a"), group([3, 3], group_id=1, task_name="b")
+    b.put(handed_out, "a")
+    b.put(stored, "b")
+    b.get(1, "a")
+    with pytest.raises(ValueError, match="group 1 is stored"):
+        b.settle([stored], "trained")
+    assert b.ledger()["in_flight"] == 1
+    b.settle([handed_out], "trained")
+    assert (b.ledger()["trained"], b.ledger()["stored"]) == (1, 2)

@@ -1063,14 +1063,13 @@ def test_cancelling_while_references_are_released_finishes_releasing():
         await asyncio.sleep(5)
         released.extend(state.group_id for state, _ in pairs)
 
-    line = Line(is_valid_sample_fn=lambda group: group[0].group_id > 1, on_release=on_release)
+    line = Line(is_valid_sample_fn=lambda group: group[0].group_id > 0, on_release=on_release)
 
     async def main():
-        return await cancel_after(asyncio.ensure_future(line.produce(3)), 1)
+        return await cancel_after(asyncio.ensure_future(line.produce(3)), 1), list(released)
 
-    assert run(main())
-    assert released == [0, 1]
-    assert line.stored() == {C: 1}
+    assert run(main()) == (True, [0])
+    assert line.stored() == {C: 2}
 
 
 def test_cancelling_while_pausing_cancels_what_has_not_stopped():
@@ -1081,6 +1080,24 @@ def test_cancelling_while_pausing_cancels_what_has_not_stopped():
 
     assert run(main()) == (True, 5)
     assert line.stored() == {C: 1, A: 1}
+
+
+def test_a_loop_that_turns_the_cancellation_into_an_error_of_its_own_is_not_retried():
+    async def disguise(_loop, members):
+        add_tokens(members[0], 2)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError("closed by the client") from None
+
+    line = Line(ScriptedLoop(disguise))
+
+    async def main():
+        return await cancel_after(asyncio.ensure_future(line.produce(2)), 1), asyncio.get_running_loop().time()
+
+    assert run(main()) == (True, 1)
+    assert line.loop.calls == [0, 1]
+    assert line.stored() == {A: 2}
 
 
 def test_cancelling_again_while_that_is_under_way_changes_nothing():

@@ -515,3 +515,54 @@ def test_every_kind_of_payload_comes_back(tmp_path):
     assert again.mm_info["sizes"] == (1, 2)
     assert again.extra_fields == member.extra_fields
     assert balance(other.ledger())[0] == balance(other.ledger())[1] == 2
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_ids_of_numpy_are_saved_stored_or_handed_out(tmp_path, kind):
+    b = make().sync
+    b.put(group([5], group_id=kind(1)), train_step=6)
+    b.put(group([4], group_id=kind(2)), train_step=6)
+    b.get(1)
+    b.save(tmp_path)
+    resumed = make().sync
+    assert resumed.resume(tmp_path).in_flight == {"default": [2]}
+    assert [members[0].group_id for members in resumed.get(2)] == [2, 1]
+
+
+@pytest.mark.parametrize("order", ["stalest_first", "freshest_first", "oldest_prompt_first"])
+def test_the_order_of_the_largest_steps_is_resumed(tmp_path, order):
+    b = make(order=order).sync
+    for step in (3, 2**63 - 1):
+        b.put(group([step], group_id=step))
+    b.save(tmp_path)
+    resumed = make(order=order).sync
+    resumed.resume(tmp_path)
+    assert [m.group_id for (m,) in resumed.get(2)] == [m.group_id for (m,) in b.get(2)]
+
+
+def test_a_cancelled_resume_loads_nothing(tmp_path, monkeypatch):
+    filled().sync.save(tmp_path)
+    reading, going_on, load = threading.Event(), threading.Event(), pystale.saving.load
+
+    def slow(*args, **more):
+        reading.set()
+        assert going_on.wait(20)
+        return load(*args, **more)
+
+    monkeypatch.setattr("pystale.buffer.load", slow)
+
+    async def main():
+        buffer = make()
+        resume = asyncio.create_task(buffer.resume(tmp_path))
+        await asyncio.to_thread(reading.wait, 20)
+        resume.cancel()
+        await asyncio.sleep(0)
+        going_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await resume
+        return buffer
+
+    buffer = asyncio.run(main())  # its end waits for the threads of the executor
+    assert len(buffer) == 0
+    buffer.sync.resume(tmp_path)
+    assert len(buffer) == 6

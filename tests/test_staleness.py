@@ -1,8 +1,10 @@
 import itertools
 
+import numpy as np
 import pytest
+from rollouts import group
 
-from pystale import StalenessRule
+from pystale import ReplayBuffer, StalenessRule
 
 
 def expires(rule: StalenessRule, train_step: int, model_step: int) -> bool:
@@ -40,6 +42,9 @@ def test_thresholds_count_sync_periods_in_trainer_steps(max_staleness, interval,
         ({"max_staleness": None}, TypeError),
         ({"max_staleness": "1"}, TypeError),
         ({"max_staleness": 2**63}, ValueError),
+        ({"max_staleness": 2**63 - 1}, ValueError),
+        ({"max_staleness": 2**62, "sync_weights_interval": 4}, ValueError),
+        ({"max_staleness": 2**62, "max_token_staleness": 2**61, "sync_weights_interval": 2}, ValueError),
         ({"max_token_staleness": -1}, ValueError),
         ({"max_token_staleness": False}, TypeError),
         ({"sync_weights_interval": 0}, ValueError),
@@ -102,3 +107,18 @@ def test_trl_counts_syncs_from_one(interval):
 def test_a_foreign_setting_that_allows_nothing_is_named(make, name):
     with pytest.raises(ValueError, match=name):
         make()
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64])
+def test_settings_of_numpy_do_not_wrap_around(kind):
+    most = np.iinfo(kind).max // (2 if kind is np.int64 else 1)
+    rule = StalenessRule(kind(most), kind(most), kind(1))
+    assert rule.stale_threshold == rule.token_stale_threshold == int(most) + 1
+    assert type(rule.stale_threshold) is int
+    assert rule == StalenessRule(int(most), int(most))
+
+
+def test_the_largest_rule_is_one_a_buffer_can_use():
+    buffer = ReplayBuffer(StalenessRule(2**63 - 2), tail_batch_trigger_size=0).sync
+    buffer.put(group([0]), train_step=2**63 - 1)
+    assert buffer.count(status="completed") == 1

@@ -220,3 +220,26 @@ def test_fields_are_keywords_and_misspelled_ones_are_refused():
         RolloutState(1)
     with pytest.raises(TypeError, match="respons_ids"):
         RolloutState(respons_ids=[1])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i4"])
+@pytest.mark.parametrize("model_step", [4, 200, 2**32, 2**63 - 1])
+def test_a_stamped_array_stays_one_of_integers(dtype, model_step):
+    member = RolloutState(response_ids=[1, 2], response_model_steps=np.array([3], dtype))
+    steps = update_sample_version(member, model_step).response_model_steps
+    assert steps.dtype.kind in "iu"
+    assert steps.tolist() == [3, model_step]
+
+
+@pytest.mark.parametrize("dtype", [bool, float])
+def test_steps_that_are_no_integers_are_not_made_some_by_stamping(dtype):
+    member = RolloutState(response_ids=[1, 2], response_model_steps=np.ones(1, dtype))
+    with pytest.raises(TypeError, match="integer dtype"):
+        update_sample_version(member, 4)
+
+
+@pytest.mark.parametrize(("model_step", "error"), [(-1, ValueError), (2**63, ValueError), (True, TypeError)])
+def test_a_bad_version_is_refused_even_where_every_token_is_stamped(model_step, error):
+    member = RolloutState(response_ids=[1], response_model_steps=[3])
+    with pytest.raises(error, match="model_step must be"):
+        update_sample_version(member, model_step)

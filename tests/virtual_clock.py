@@ -21,15 +21,18 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def run(coroutine):
-    """`asyncio.run` on a clock that jumps. Fails when the coroutine leaves a task behind."""
+    """`asyncio.run` on a clock that jumps. Fails when a task is left behind, or an error went unheard."""
     selector = _JumpingSelector()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now
+    unheard = []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
     try:
         asyncio.set_event_loop(loop)
         result = loop.run_until_complete(coroutine)
         left = asyncio.all_tasks(loop)
         assert not left, f"tasks left behind: {left}"
+        assert not unheard, f"errors nobody heard: {unheard}"
         return result
     finally:
         for task in asyncio.all_tasks(loop):

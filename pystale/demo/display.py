@@ -24,6 +24,7 @@ __all__ = ["LiveDisplay", "PlainDisplay", "show"]
 
 WIDTH = 92
 INTERRUPTED = 130
+SILENCE_S = 10.0
 SPARKS = "▁▂▃▄▅▆▇█"
 AGES = ("green", "yellow", "red", "magenta")
 VERSIONS = ("cyan", "magenta", "yellow", "green", "blue")
@@ -54,10 +55,11 @@ def show(settings: Settings) -> int:
 
 
 class PlainDisplay:
-    """Lines for a file or a pipe: one every twentieth of the run."""
+    """Lines for a file or a pipe: one every twentieth of the run, and at least every ten seconds."""
 
     def __init__(self) -> None:
         self._shown = 0
+        self._said = time.perf_counter()
 
     def __enter__(self) -> None:
         pass
@@ -75,8 +77,9 @@ class PlainDisplay:
             if not record.pretrained:
                 print("teaching a base model to count, with slips and without an idea where to stop", flush=True)
             return
-        if (twentieth := record.steps * 20 // record.settings.steps) > self._shown:
-            self._shown = twentieth
+        now, twentieth = time.perf_counter(), record.steps * 20 // record.settings.steps
+        if twentieth > self._shown or now - self._said >= SILENCE_S:
+            self._shown, self._said = twentieth, now
             print(progress(record), flush=True)
 
     def finish(self, record: Record, interrupted: bool) -> None:
@@ -161,8 +164,7 @@ def panel(record: Record) -> Panel:
         rows.add_row("versions", spread(record.versions))
         rows.add_row(
             "tokens",
-            f"{share(record.masked, 1)} masked as stale, "
-            f"{record.generated_tokens / max(record.generation_s, 1e-9) / 1e3:,.0f}k generated per second",
+            f"{share(record.masked, 1)} masked as stale, {record.tokens_per_s / 1e3:,.0f}k generated per second",
         )
         rows.add_row(
             "groups",
@@ -212,14 +214,13 @@ def _heading(response: Response) -> str:
 
 def response_panel(response: Response) -> Panel:
     """A response coloured by the model step that wrote it, grey where the mask left it out of the loss."""
-    body, legend = Text(), Text("\nmodel step ")
+    body, legend = Text(), Text("\nmodel step")
     colours: dict[int, str] = {}
     for stretch in response.stretches:
         colour = colours.setdefault(stretch.model_step, VERSIONS[len(colours) % len(VERSIONS)])
-        body.append(stretch.characters, colour if stretch.trained else "grey50")
-        legend.append(f"  {stretch.model_step}", colour)
-        if not stretch.trained:
-            legend.append(" (stale when trained, masked: grey)", "grey50")
+        style, note = (colour, "") if stretch.trained else ("grey50", " (stale when trained: masked)")
+        body.append(stretch.characters, style)
+        legend.append(f"   {stretch.model_step}{note}", style)
     return Panel(Group(body, legend), title=_heading(response), title_align="left", border_style="dim")
 
 

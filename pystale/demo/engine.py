@@ -90,6 +90,8 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            if error is None and not self._task.cancelled():
+                self._task.result()
 
     def load_weights(self, parameters: Floats, model_step: int) -> None:
         """Serve these weights from the next token on."""
@@ -110,7 +112,16 @@ class Engine:
         -------
         Request
             Already done, with no tokens and reason ``abort``, while the engine is paused.
+
+        Raises
+        ------
+        ValueError
+            If the budget does not fit.
+        RuntimeError
+            If the engine is not running: not started, or broken.
         """
+        if self._task is None or self._task.done():
+            raise RuntimeError("the engine is not running; submit inside `async with engine`")
         first = len(response_ids)
         if max_new_tokens < 1 or first + max_new_tokens > MAX_TOKENS:
             raise ValueError(
@@ -145,15 +156,20 @@ class Engine:
         self._paused = False
 
     async def _decode_forever(self) -> None:
-        while True:
-            self._work.clear()
-            self._join()
-            while self._running:
-                self._decode()
-                # Lets submits, aborts and everybody else in: one decode step is the longest the engine holds the loop.
-                await asyncio.sleep(0)
+        try:
+            while True:
+                self._work.clear()
                 self._join()
-            await self._work.wait()
+                while self._running:
+                    self._decode()
+                    # Lets submits, aborts and all others in: one decode step is the longest the engine holds the loop.
+                    await asyncio.sleep(0)
+                    self._join()
+                await self._work.wait()
+        except Exception as error:
+            self._join()
+            self._finish(np.ones(len(self._running), dtype=bool), error)  # or somebody would wait for ever
+            raise
 
     def _decode(self) -> None:
         """One token for every running request."""
@@ -187,12 +203,16 @@ class Engine:
             self._limits = np.concatenate([self._limits, [request.limit for request in self._joining]])
             self._joining = []
 
-    def _finish(self, finished: npt.NDArray[np.bool_]) -> None:
-        """Answer the running requests that `finished` marks, and free their rows."""
+    def _finish(self, finished: npt.NDArray[np.bool_], error: Exception | None = None) -> None:
+        """Answer the running requests that `finished` marks, with `error` if there is one, and free their rows."""
         for i in finished.nonzero()[0]:
             request, length = self._running[i], int(self._lengths[i])
             self._free.append(request.row)
-            if request.done.done():  # cancelled: nobody waits for it
+            if request.done.done():  # cancelled, so nobody waits for it
+                continue
+            if error is not None:
+                request.done.set_exception(error)
+                request.done.exception()  # counts as heard: a group passes only the first of its faults on
                 continue
             tokens = self._tokens[request.row, request.first : length].copy()
             if len(tokens) and tokens[-1] == END:

@@ -67,7 +67,7 @@ class Record:
     groups_continued: int = 0
     generated_tokens: int = 0
     generation_s: float = 0.0
-    refresh_us: list[float] = field(default_factory=list)
+    refreshes: list[tuple[float, int]] = field(default_factory=list)  # microseconds, groups that expired
     longest_gap_ms: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     sample: Response | None = None
@@ -82,6 +82,16 @@ class Record:
     def seconds(self) -> float:
         """Wall time."""
         return (time.perf_counter() if self.ended is None else self.ended) - self.began
+
+    @property
+    def refresh_us(self) -> list[float]:
+        """Microseconds of every refresh."""
+        return [us for us, _ in self.refreshes]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second while generating."""
+        return self.generated_tokens / self.generation_s if self.generation_s else 0.0
 
     @property
     def masked(self) -> float:

@@ -55,12 +55,11 @@ def report(record: Record) -> list[tuple[str, str]]:
     uses += [(f"discarded, {reason}", count) for reason, count in sorted(ledger["discarded"].items())]
     uses += [("still in the buffer", ledger["stored"]), ("in flight", ledger["in_flight"])]
     accounted = sum(count for _, count in uses)
-    per_second = record.generated_tokens / max(record.generation_s, 1e-9)
-    rows.append(("tokens generated", f"{produced:>11,}   {per_second:,.0f} per second while generating"))
+    rows.append(("tokens generated", f"{produced:>11,}   {record.tokens_per_s:,.0f} per second while generating"))
     rows += [("  " + use, f"{count:>11,} {share(count, produced):>8}") for use, count in uses]
     rows.append(("  sum", f"{accounted:>11,}   {'balances' if accounted == produced else 'DOES NOT BALANCE'}"))
     if record.staleness:
-        rows.append(("staleness when taken", spread(record.staleness) + "   (responses, by oldest token)"))
+        rows.append(("staleness when taken", spread(record.staleness)))
         rows.append(("versions per response", spread(record.versions)))
     rows.append(
         (
@@ -69,8 +68,13 @@ def report(record: Record) -> list[tuple[str, str]]:
             f"{record.groups_continued:,} continued",
         )
     )
-    p50, p99 = np.percentile(record.refresh_us, [50, 99])
-    rows.append(("refresh", f"p50 {p50:.1f} us, p99 {p99:.1f} us, max {max(record.refresh_us):.1f} us"))
-    rows.append(("longest loop gap", f"{record.longest_gap_ms:.1f} ms"))
+    if record.refreshes:
+        p50, p99 = np.percentile(record.refresh_us, [50, 99])
+        rows.append(("refresh", f"p50 {p50:.0f} us, p99 {p99:.0f} us, max {max(record.refresh_us):.0f} us"))
+        if idle := [us for us, expired in record.refreshes if not expired]:
+            rows.append(
+                ("  with nothing due", f"p50 {np.median(idle):.0f} us, in {len(idle)} of {len(record.refreshes)}")
+            )
+    rows.append(("longest loop gap", f"{record.longest_gap_ms:.1f} ms between two heartbeats 5 ms apart"))
     rows.append(("time", f"{record.seconds:.1f} s"))
     return rows

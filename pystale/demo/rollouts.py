@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,8 @@ def _extend(member: RolloutState, new: Generation) -> None:
     """Append what a request brought; a finished response gets its reward."""
     member.response_ids = np.concatenate([member.response_ids, new.token_ids])
     member.logprobs = np.concatenate([member.logprobs, new.logprobs])
-    steps = ModelSteps.from_list(member.response_model_steps)
+    old_steps: Any = member.response_model_steps
+    steps = ModelSteps.from_list(old_steps)
     for step, count in new.model_steps.runs():
         steps.append(step, count)
     member.response_model_steps = steps

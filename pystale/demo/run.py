@@ -75,7 +75,8 @@ async def train(strategy: AsyncProduceStrategy, buffer: ReplayBuffer, record: Re
                 for train_step in range(1, settings.steps + 1):
                     began = time.perf_counter_ns()
                     expired = await buffer.refresh_staleness(train_step)
-                    record.refresh_us.append((time.perf_counter_ns() - began) / 1e3)
+                    elapsed_us = (time.perf_counter_ns() - began) / 1e3
+                    record.refreshes.append((elapsed_us, expired.get(TASK, 0)))
                     record.groups_expired += expired.get(TASK, 0)
 
                     began, engine_tokens = time.perf_counter_ns(), engine.generated_tokens

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pystale import ReplayBuffer
-from pystale.producer import AsyncProduceStrategy, AsyncProduceStrategyConfig
+from pystale import AsyncProduceStrategyConfig, ReplayBuffer
+from pystale.producer import AsyncProduceStrategy
 
 __all__ = ["BATCH_GROUPS", "TASK", "Settings"]
 
@@ -15,8 +15,7 @@ BATCH_GROUPS = 16  # groups per trainer step
 class Settings:
     """What the options of ``pystale demo`` set; the defaults learn to count in well under a minute."""
 
-
-    steps: int = 450
+    steps: int = 300
     seed: int = 0
     group_size: int = 8
     max_staleness: int = 2
@@ -24,7 +23,7 @@ class Settings:
     sync_weights_interval: int = 1
     tail_batch_trigger_size: int = 0
     over_sample_threshold: float = 0.75
-    base_steps: int = 300  # supervised steps before the first trainer step; not an option
+    base_steps: int = 120  # supervised steps before the first trainer step; not an option
 
     def build(self) -> tuple[AsyncProduceStrategy, ReplayBuffer]:
         """Producer and buffer that agree on these settings.

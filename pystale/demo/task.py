@@ -85,7 +85,7 @@ def reward(prompt_ids: Any, response_ids: Any) -> float:
 
     Examples
     --------
-    >>> reward([3, 8, 4, 1], answer([3, 8, 4, 1]))
+    >>> round(reward([3, 8, 4, 1], answer([3, 8, 4, 1])), 3)
     1.0
     >>> round(reward([3, 8, 4, 1], answer([3, 8, 4, 0])), 3)
     0.533
@@ -96,7 +96,7 @@ def reward(prompt_ids: Any, response_ids: Any) -> float:
     wrong = (right[:shared] != given[:shared]).nonzero()[0]
     prefix = int(wrong[0]) if len(wrong) else shared
     exact = prefix == len(right) == len(given)
-    return 0.8 * prefix / max(len(right), len(given)) + 0.2 * exact
+    return 0.8 * (prefix / max(len(right), len(given))) + 0.2 * exact
 
 
 def text(tokens: Any) -> str:

@@ -1,0 +1,289 @@
+"""The command line, as a shell and a terminal see it."""
+
+import importlib.metadata
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import pystale
+from pystale import cli
+from pystale.__main__ import main
+from pystale.demo.grpo import BaseModel
+
+PYSTALE = [sys.executable, "-m", "pystale"]
+# Far more than any of this takes: a hang fails, a busy machine does not.
+PATIENCE_S = 120
+COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;[25];[\d;]+|9[0-7])m")
+OPTIONS = (
+    "--steps",
+    "--seed",
+    "--group-size",
+    "--max-staleness",
+    "--max-token-staleness",
+    "--sync-weights-interval",
+    "--tail-batch-trigger-size",
+    "--over-sample-threshold",
+)
+
+
+def environment(**changed: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return {**plain, "TERM": "xterm-256color", **changed}
+
+
+@pytest.fixture
+def untaught(monkeypatch):
+    """Leaves the base model as it is, for runs of which only the frame matters."""
+    monkeypatch.setattr(BaseModel, "train", lambda self, steps: None)
+
+
+@contextmanager
+def started(*arguments: str, cwd: Any) -> "Iterator[subprocess.Popen[str]]":
+    """A command with pipes for standard output and error; killed if the test fails."""
+    process = subprocess.Popen(
+        [*PYSTALE, *arguments],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Terminal:
+    """A command on a pseudo-terminal of its own, which is its controlling terminal: Ctrl-C works."""
+
+    def __init__(self, *arguments: str, cwd: Any, **changed: str) -> None:
+        self._master, slave = pty.openpty()
+        # The shell, leader of a new session, opens the terminal and so makes it the session's.
+        self._process = subprocess.Popen(
+            ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(slave), *PYSTALE, *arguments],
+            cwd=cwd,
+            env=environment(**changed),
+            start_new_session=True,
+        )
+        self._slave = slave  # held open until the command is done: a terminal without users loses what it holds
+        self._written = b""
+
+    @property
+    def screen(self) -> str:
+        """All it has written."""
+        return self._written.decode(errors="ignore")
+
+    def read_until(self, text: str) -> None:
+        """Read what it writes until `text` was there; to its end, if that is not given."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.screen or not text:
+            ready, _, _ = select.select([self._master], [], [], 0.2)
+            if ready:
+                self._written += os.read(self._master, 65536)
+            elif self._process.poll() is not None:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{text!r} did not come; the screen is {self.screen!r}")
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._master, b"\x03")
+
+    def exit_code(self) -> int:
+        self.read_until("")
+        return self._process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._slave)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    opened: list[Terminal] = []
+
+    def start(*arguments: str, **changed: str) -> Terminal:
+        opened.append(Terminal(*arguments, cwd=tmp_path, **changed))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_the_command_is_installed():
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="pystale")
+    assert entry.load() is main
+
+
+def test_a_short_run_in_a_pipe(tmp_path):
+    done = subprocess.run(
+        [*PYSTALE, "demo", "--steps", "8"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert re.search(r"^step +8/8 ", done.stdout, re.MULTILINE)
+    for label in ("reward", "tokens generated", "staleness when taken", "groups", "refresh", "longest loop gap"):
+        assert re.search(rf"^{label} ", done.stdout, re.MULTILINE), label
+    assert "balances" in done.stdout
+    assert "tenth" not in done.stdout  # eight steps say nothing about learning
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--steps", "many"],
+        ["--steps"],
+        ["--seed", "-1"],
+        ["--group-size", "0"],
+        ["--group-size", "1.5"],
+        ["--max-staleness", "-1"],
+        ["--max-token-staleness", "-1"],
+        ["--max-token-staleness", "never"],
+        ["--sync-weights-interval", "0"],
+        ["--tail-batch-trigger-size", "-2"],
+        ["--over-sample-threshold", "-0.5"],
+        ["--over-sample-threshold", "nan"],
+        ["--over-sample-threshold", "inf"],
+        ["--no-such-option"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, capsys):
+    assert cli.run(["demo", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("pystale: ")
+    assert arguments[0] in err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "nonsense"], ["--nonsense"]], ids=" ".join)
+def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, capsys):
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "nonsense" in err
+
+
+def test_help_names_every_option_in_full(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["demo", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in OPTIONS:
+        assert option in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_arguments_it_shows_its_commands(capsys):
+    assert cli.run([]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"pystale {pystale.__version__}\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "threadpoolctl"])
+def test_without_the_extra_it_says_what_to_install(missing, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main() == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"pystale: the command line needs {missing}: pip install 'pystale[cli]'\n")
+
+
+@pytest.mark.usefixtures("untaught")
+def test_what_a_configuration_warns_of_is_said_in_one_line(capsys):
+    arguments = ["--steps", "1", "--max-token-staleness", "0", "--tail-batch-trigger-size", "-1", "--group-size", "1"]
+    assert cli.run(["demo", *arguments]) == 0
+    out, err = capsys.readouterr()
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert any("tail_batch_trigger_size=-1" in note for note in notes)
+    assert any("partial rollout saves nothing" in note for note in notes)
+    assert "UserWarning" not in out + err
+
+
+@pytest.mark.usefixtures("untaught")
+def test_it_says_so_when_no_response_has_several_versions(capsys):
+    assert cli.run(["demo", "--steps", "1", "--group-size", "1", "--max-token-staleness", "none"]) == 0
+    assert "no response with tokens of several versions was trained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moment", ["teaching", "step "])
+def test_an_interrupt_ends_it_with_a_report(moment, tmp_path):
+    with started("demo", "--steps", "60", cwd=tmp_path) as process:
+        out = ""
+        while not out.rpartition("\n")[2].startswith(moment) and not out.startswith(moment):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            out = line
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (130, "")
+    assert re.search(r"^interrupted after \d+ of 60 steps$", rest, re.MULTILINE)
+    assert re.search(r"^time ", rest, re.MULTILINE)
+    assert ("balances" in rest) is (moment == "step ")
+
+
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
+    with started("demo", "--steps", "60", cwd=tmp_path) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(PATIENCE_S) == 141
+        assert process.stderr.read() == ""
+
+
+def test_a_terminal_shows_a_panel_then_the_report(terminal):
+    shown = terminal("demo", "--steps", "5")
+    assert shown.exit_code() == 0
+    assert "1/5" in shown.screen
+    assert "report" in shown.screen
+    assert "balances" in shown.screen
+    assert COLOURS.search(shown.screen)
+    assert shown.screen.rindex("\x1b[?25h") > shown.screen.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_no_color_is_respected(terminal):
+    shown = terminal("demo", "--steps", "3", NO_COLOR="1")
+    assert shown.exit_code() == 0
+    assert "balances" in shown.screen
+    assert not COLOURS.search(shown.screen)
+
+
+def test_ctrl_c_on_a_terminal(terminal):
+    shown = terminal("demo", "--steps", "500")
+    shown.read_until("2/500")
+    shown.press_ctrl_c()
+    assert shown.exit_code() == 130
+    assert "Traceback" not in shown.screen
+    assert re.search(r"after \d+ of 500 steps", shown.screen)
+    assert "balances" in shown.screen
+    assert shown.screen.rindex("\x1b[?25h") > shown.screen.rindex("\x1b[?25l")
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal):
+    shown = terminal("demo", "--steps", "2", "--group-size", "1", TERM="dumb")
+    assert shown.exit_code() == 0
+    assert "\x1b" not in shown.screen
