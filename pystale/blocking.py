@@ -34,14 +34,14 @@ class BlockingReplayBuffer:
         train_step: int | None = None,
     ) -> Status:
         """See :meth:`ReplayBuffer.put`."""
-        status, released = self._buffer._put(group, task_name, model_step, train_step)
-        self._buffer._release_blocking(released)
+        status, cleared = self._buffer._put(group, task_name, model_step, train_step)
+        self._buffer._release_blocking(cleared)
         return status
 
     def refresh_staleness(self, train_step: int, *, statuses: Iterable[Any] | None = None) -> dict[str, int]:
         """See :meth:`ReplayBuffer.refresh_staleness`."""
-        moved, released = self._buffer._refresh(train_step, statuses)
-        self._buffer._release_blocking(released)
+        moved, cleared = self._buffer._refresh(train_step, statuses)
+        self._buffer._release_blocking(cleared)
         return moved
 
     def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
@@ -55,10 +55,10 @@ class BlockingReplayBuffer:
     def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """See :meth:`ReplayBuffer.take_train_batch`."""
         while True:
-            batch, released = self._buffer._take_train_batch(sizes, train_step)
+            batch, cleared = self._buffer._take_train_batch(sizes, train_step)
             if batch is not None:
                 return batch
-            self._buffer._release_blocking(released)
+            self._buffer._release_blocking(cleared)
 
     def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """See :meth:`ReplayBuffer.wait_ready`."""

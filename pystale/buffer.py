@@ -25,19 +25,20 @@ from pystale.arguments import (
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
+from pystale.disposal import Cleared
 from pystale.group import AGEING, Group, read_group
 from pystale.policy import Order
 from pystale.readiness import Waiter, Waiters
 from pystale.saving import SaveJob, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Released, Store, status_bits, write_masks
+from pystale.store import AGEING_BITS, Record, Store, status_bits, write_masks
 
 __all__ = ["ReplayBuffer"]
 
 logger = logging.getLogger("pystale")
 
-OnRelease = Callable[[Released], Awaitable[None] | None]
+OnRelease = Callable[[list[tuple[Any, dict[str, Any]]]], Awaitable[None] | None]
 OUTCOMES = ("trained", "failed", "filtered", "lost")
 
 
@@ -171,8 +172,8 @@ class ReplayBuffer:
             For an empty group, lengths that differ, a missing or future version, a task without a rule, a group that
             is stored already. Nothing has changed then.
         """
-        status, released = self._put(group, task_name, model_step, train_step)
-        await self._release(released)
+        status, cleared = self._put(group, task_name, model_step, train_step)
+        await self._release(cleared)
         return status
 
     async def refresh_staleness(self, train_step: int, *, statuses: Iterable[Status] | None = None) -> dict[str, int]:
@@ -193,8 +194,8 @@ class ReplayBuffer:
         dict of str to int
             For every task that had groups stored, how many entered EXPIRED or left during this call.
         """
-        moved, released = self._refresh(train_step, statuses)
-        await self._release(released)
+        moved, cleared = self._refresh(train_step, statuses)
+        await self._release(cleared)
         return moved
 
     async def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
@@ -222,12 +223,12 @@ class ReplayBuffer:
             Empty when a task is short; then nothing was taken, but what is too old has expired.
         """
         while True:
-            batch, released = self._take_train_batch(sizes, train_step)
+            batch, cleared = self._take_train_batch(sizes, train_step)
             if batch is not None:
                 return batch
             # Taking waits until what the refresh released is freed: there is no await after the groups are out,
             # so that a cancelled call cannot take them along.
-            await self._release(released)
+            await self._release(cleared)
 
     async def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """Wait until every task has ``sizes[task]`` COMPLETED groups; woken by `put`, never by polling.
@@ -380,7 +381,7 @@ class ReplayBuffer:
 
     def _put(
         self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
-    ) -> tuple[Status, Released | None]:
+    ) -> tuple[Status, Cleared]:
         checked_task_name(task_name)
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
@@ -393,19 +394,19 @@ class ReplayBuffer:
             train_step=train_step,
             versions_required=self._store.missing_version == "error",
         )
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
-            status = self._store.put(arriving, train_step, released)
+            status = self._store.put(arriving, train_step, cleared)
             ready = self._waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
-        return status, released
+        return status, cleared
 
-    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Released | None]:
+    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Cleared]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
-            return self._store.refresh(train_step, bits, released), released
+            return self._store.refresh(train_step, bits, cleared), cleared
 
     def _get(self, n: int, task_name: str, status: Any) -> list[Group]:
         n, status = checked_int("n", n, at_least=0), as_status(status)
@@ -423,17 +424,18 @@ class ReplayBuffer:
             claimed = self._claim(sizes, status)
         return self._train(sizes, claimed, None)
 
-    def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Released | None]:
+    def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Cleared]:
         """The batch, or None with what the refresh released, which has to be freed before trying again."""
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
-            self._store.refresh(train_step, AGEING_BITS, released)
-            if released:
-                return None, released
+            self._store.refresh(train_step, AGEING_BITS, cleared)
+            if cleared.states:
+                return None, cleared
             claimed = self._claim(sizes, Status.COMPLETED)
-        return self._train(sizes, claimed, train_step), released
+        cleared.free()
+        return self._train(sizes, claimed, train_step), cleared
 
     def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
         """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
@@ -502,51 +504,48 @@ class ReplayBuffer:
         with self._lock:
             return {name: {status: self._store.count(name, status) for status in pools} for name in task_names}
 
-    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Released | None:
+    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Cleared:
         checked_outcome(outcome, OUTCOMES[1:])
         self._store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
-            self._store.reject(arriving, outcome, released)
-        return released
+            self._store.reject(arriving, outcome, cleared)
+        return cleared
 
     # Releasing
 
-    def _to_release(self) -> Released | None:
-        """Where an operation puts what it resets or discards; None when nobody wants it."""
-        return None if self.on_release is None else []
-
-    async def _release(self, released: Released | None) -> None:
-        pending = self._call_on_release(released)
+    async def _release(self, cleared: Cleared) -> None:
+        pending = self._call_on_release(cleared)
         if pending is not None:
             # Shielded: a caller that is cancelled here must not keep references from being freed.
             await asyncio.shield(asyncio.ensure_future(_logged(pending)))
 
-    def _release_blocking(self, released: Released | None) -> None:
-        pending = self._call_on_release(released)
+    def _release_blocking(self, cleared: Cleared) -> None:
+        pending = self._call_on_release(cleared)
         if pending is not None:
             # In a loop of its own thread, since one may be running in this thread.
             thread = threading.Thread(target=lambda: asyncio.run(_logged(pending)), name="pystale-release")
             thread.start()
             thread.join()
 
-    def _call_on_release(self, released: Released | None) -> Awaitable[None] | None:
-        if not released or self.on_release is None:
+    def _call_on_release(self, cleared: Cleared) -> Awaitable[None] | None:
+        cleared.free()
+        if not cleared.states or self.on_release is None:
             return None
         try:
-            result = self.on_release(released)
+            result = self.on_release(cleared.states)
         except Exception:
-            logger.exception("on_release failed on %d states", len(released))
+            logger.exception("on_release failed on %d states", len(cleared.states))
             return None
         return result if inspect.isawaitable(result) else None
 
     # Saving
 
-    def _preserve(self, record: Record) -> None:
+    def _preserve(self, record: Record, leaving: bool) -> None:
         """Called under the lock before a record changes or leaves: running saves write it as it was."""
         for job in self._saves:
-            job.preserve(record)
+            job.preserve(record, leaving)
 
     def _start_save(self, directory: str | os.PathLike[str]) -> SaveJob:
         with self._lock:

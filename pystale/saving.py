@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from pystale.checkpoint import (
 from pystale.group import AGEING, read_group
 from pystale.ledger import Ledger
 from pystale.staleness import checked_int
-from pystale.state import Status, as_status
+from pystale.state import Status, as_status, copy_state
 from pystale.store import Record, Store, Ticket
 
 __all__ = ["SaveJob", "load"]
@@ -27,8 +28,8 @@ __all__ = ["SaveJob", "load"]
 class SaveJob:
     """One save: the store as it was when the job was made.
 
-    Records are written one by one on a worker thread. Before a record changes, :meth:`preserve` writes it down as it
-    is; so nothing has to be copied at the start, and nothing waits for the disk.
+    Records are written one by one on a worker thread. Before a record changes, :meth:`preserve` keeps it as it is; so
+    nothing has to be copied at the start, and nothing waits for the disk.
 
     Parameters
     ----------
@@ -45,8 +46,6 @@ class SaveJob:
         self._lock = lock
         self._remaining = dict(store.records)
         self._writing: Record | None = None
-        self._preserved: list[EncodedGroup] = []
-        self._failure: Exception | None = None
         self._cancelled = False
         self._document = {
             "order": store.order.value,
@@ -69,17 +68,21 @@ class SaveJob:
     def cancel(self) -> None:
         self._cancelled = True
 
-    def preserve(self, record: Record) -> None:
-        """Write down a record that is about to change, unless that has been done. Called under the mutex."""
-        if self._writing is record:
-            self._writing = None
-        elif self._remaining.pop(record.number, None) is None:
+    def preserve(self, record: Record, leaving: bool) -> None:
+        """Keep a record as it was at the call, before it changes or leaves. Called under the mutex.
+
+        Where it only changes, its fields are replaced and what they held stays as it is: copies of the states will do.
+        What leaves may be changed to its last token, so then everything is copied; and what was kept earlier too, as
+        it shares the tokens of members that have not changed.
+        """
+        writing = self._writing is not None and self._writing.number == record.number
+        kept = self._writing if writing else self._remaining.get(record.number)
+        if kept is None or (kept is not record and not leaving):
             return
-        try:
-            self._preserved.append(encode(record))
-        except Exception as error:
-            # It belongs to the save, not to the operation that changes the record.
-            self._failure = self._failure or error
+        if writing:
+            self._writing = None
+        states = [copy_state(state, deep=leaving) for state in kept.states]
+        self._remaining[record.number] = replace(kept, states=states)
 
     def run(self) -> None:
         """Write the checkpoint. Blocks; runs on a thread of its own."""
@@ -87,8 +90,6 @@ class SaveJob:
         try:
             while (group := self._next()) is not None:
                 writer.add_encoded(group)
-            if self._failure is not None:
-                raise self._failure
             if self._cancelled:
                 writer.abort()
                 return
@@ -98,21 +99,18 @@ class SaveJob:
             raise
 
     def _next(self) -> EncodedGroup | None:
-        while not self._cancelled and self._failure is None:
+        while not self._cancelled:
             with self._lock:
-                if self._preserved:
-                    return self._preserved.pop()
                 if not self._remaining:
                     return None
-                record = self._remaining.pop(next(iter(self._remaining)))
-                self._writing = record
+                record = self._writing = self._remaining.pop(next(iter(self._remaining)))
             failure = encoded = None
             try:
                 encoded = encode(record)
             except Exception as error:
                 failure = error
             with self._lock:
-                # Otherwise the record changed meanwhile, and how it was lies among the preserved.
+                # Otherwise the record changed meanwhile, and how it was is among the remaining again.
                 if self._writing is record:
                     self._writing = None
                     if failure is not None:

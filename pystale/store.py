@@ -12,17 +12,17 @@ import numpy as np
 
 from pystale._core import StalenessIndex
 from pystale._objects import Member, ModelSteps, trainable_mask
+from pystale.disposal import Cleared
 from pystale.group import AGEING, Arriving, Group
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
 
-__all__ = ["Record", "Released", "Store", "Task", "status_bits", "write_masks"]
+__all__ = ["Record", "Store", "Task", "status_bits", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
-Released = list[tuple[Any, dict[str, Any]]]
 
 # A pool's number in the index is the position of its status here.
 number_of = tuple(Status).index
@@ -120,7 +120,8 @@ class Store:
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
         self.own_group_ids = 0
-        self.before_change: Callable[[Record], None] | None = None  # told of a record about to change or leave
+        # Told of a record about to change, and whether it is handed out.
+        self.before_change: Callable[[Record, bool], None] | None = None
 
     # Settings
 
@@ -159,7 +160,7 @@ class Store:
 
     # Storing
 
-    def put(self, arriving: Arriving, train_step: int | None, released: Released | None) -> Status:
+    def put(self, arriving: Arriving, train_step: int | None, cleared: Cleared) -> Status:
         """Store a group that :meth:`read` accepted and run the life cycle on it.
 
         Returns
@@ -208,7 +209,7 @@ class Store:
         if now is not None:
             expired += self.index.due_members(record.number, now)
         if expired:
-            self._expire(record, expired, released)
+            self._expire(record, expired, cleared)
         return record.status
 
     def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
@@ -294,7 +295,7 @@ class Store:
 
     # The life cycle
 
-    def refresh(self, train_step: int, bits: int, released: Released | None) -> dict[str, int]:
+    def refresh(self, train_step: int, bits: int, cleared: Cleared) -> dict[str, int]:
         """Run the life cycle at `train_step` over what has come due in the pools of `bits`.
 
         Returns
@@ -306,10 +307,10 @@ class Store:
         moved = {name: 0 for name, task in self.tasks.items() if any(self.index.counts(task.number))}
         for number, members in self.index.due(train_step, bits):
             record = self.records[number]
-            moved[record.task.name] += self._expire(record, members, released)
+            moved[record.task.name] += self._expire(record, members, cleared)
         return moved
 
-    def _expire(self, record: Record, expired: list[int], released: Released | None) -> bool:
+    def _expire(self, record: Record, expired: list[int], cleared: Cleared) -> bool:
         """The life cycle of one group whose members at `expired`, at least one, are EXPIRED or have come due.
 
         Returns
@@ -317,7 +318,7 @@ class Store:
         bool
             Whether the group entered the EXPIRED pool or left the store.
         """
-        self._announce(record)
+        self._announce(record, leaving=False)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
             self._forget(record)
@@ -325,7 +326,7 @@ class Store:
             self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
             record.status = Status.EXPIRED
             for state in record.states:
-                _release(state, discard(state), released)
+                cleared.add(state, discard(state))
             return True
         entered = record.status is not Status.EXPIRED
         record.status = Status.EXPIRED
@@ -337,7 +338,7 @@ class Store:
             self.ledger.stored -= member.tokens
             self.ledger.discard("expired", member.tokens)
             record.members[position] = Member()
-            _release(state, reset(state), released)
+            cleared.add(state, reset(state))
         return entered
 
     # Handing out
@@ -357,7 +358,7 @@ class Store:
         records = []
         for number in self.index.first(task.number, number_of(status), n):
             record = self.records[number]
-            self._announce(record)
+            self._announce(record, leaving=True)
             self._forget(record)
             self._write_staleness(record)
             self.ledger.stored -= record.tokens
@@ -413,7 +414,7 @@ class Store:
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
-    def reject(self, arriving: Arriving, outcome: str, released: Released | None) -> None:
+    def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""
         if (arriving.task_name, arriving.group_id) in self.numbers:
             raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
@@ -423,7 +424,7 @@ class Store:
             self.ledger.produced += arriving.tokens
             self._close(arriving, outcome)
         for state, status in zip(arriving.states, arriving.statuses, strict=True):
-            _release(state, discard(state), released)
+            cleared.add(state, discard(state))
             write_status(state, status)
 
     def _close(self, arriving: Arriving, outcome: str) -> None:
@@ -456,9 +457,9 @@ class Store:
 
     # Helpers
 
-    def _announce(self, record: Record) -> None:
+    def _announce(self, record: Record, *, leaving: bool) -> None:
         if self.before_change is not None:
-            self.before_change(record)
+            self.before_change(record, leaving)
 
     def _forget(self, record: Record) -> None:
         self.index.remove(record.number)
@@ -530,9 +531,3 @@ def _begins_with(state: Any, begins: Any) -> bool:
 def _write_rerolls(state: Any, rerolls: int) -> None:
     if getattr(state, "rerolls", rerolls) != rerolls:
         state.rerolls = rerolls
-
-
-def _release(state: Any, cleared: dict[str, Any], released: Released | None) -> None:
-    """Collect what was cleared, where somebody wants it: holding it back keeps whole responses alive."""
-    if released is not None and cleared:
-        released.append((state, cleared))

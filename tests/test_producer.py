@@ -97,7 +97,7 @@ def test_a_strategy_is_not_built_from_numbers_out_of_range(arguments, error):
         AsyncProduceStrategyConfig().build(**arguments)
 
 
-def test_settings_are_checked_in_optimised_mode_too():
+def test_settings_are_checked_in_optimised_mode_too(tmp_path):
     code = (
         "from pystale.producer import AsyncProduceStrategyConfig as Config\n"
         "refused = 0\n"
@@ -113,7 +113,8 @@ def test_settings_are_checked_in_optimised_mode_too():
         "    refused += 1\n"
         "print(refused)\n"
     )
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    # Elsewhere than in the source tree, which -c would put on the path.
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "5"
 
 
