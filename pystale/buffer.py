@@ -25,6 +25,7 @@ from pystale.arguments import (
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
+from pystale.disposal import Cleared
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
 from pystale.journal import Journal
@@ -34,21 +35,21 @@ from pystale.readiness import Waiter, Waiters
 from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Released, Store, Taken, status_bits, unwrite_masks, write_masks
+from pystale.store import AGEING_BITS, Record, Store, Taken, status_bits, unwrite_masks, write_masks
 from pystale.ticket import copied
 
 __all__ = ["ReplayBuffer"]
 
 logger = logging.getLogger("pystale")
 
-OnRelease = Callable[[Released], Awaitable[None] | None]
+OnRelease = Callable[[list[tuple[Any, dict[str, Any]]]], Awaitable[None] | None]
 OUTCOMES = ("trained", "failed", "filtered", "lost")
 
 
 class Effects(NamedTuple):
-    """What is left to do once an operation has changed the store: wait for the journal, then free what was released."""
+    """What is left to do after an operation: wait for its journal entry, then release what it cleared."""
 
-    released: Released | None
+    cleared: Cleared
     entry: int | None = None  # number of the journal entry to wait for
 
 
@@ -490,23 +491,23 @@ class ReplayBuffer:
             versions_required=self._store.missing_version == "error",
         )
         encoded = None if self._journal is None else encode_arriving(arriving, self._dump_ref)
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
             self._check_journal()
-            status = self._store.put(arriving, train_step, released)
+            status = self._store.put(arriving, train_step, cleared)
             entry = self._record("put", encoded)
             ready = self._waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
-        return status, Effects(released, entry)
+        return status, Effects(cleared, entry)
 
     def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
             self._check_journal()
-            moved = self._store.refresh(train_step, bits, released)
-            return moved, Effects(released, self._record("refresh"))
+            moved = self._store.refresh(train_step, bits, cleared)
+            return moved, Effects(cleared, self._record("refresh"))
 
     def _get(self, n: int, task_name: str, status: Any) -> list[Group]:
         n, status = checked_int("n", n, at_least=0), as_status(status)
@@ -536,14 +537,15 @@ class ReplayBuffer:
         """The claim, or None with what the refresh released, which has to be freed before trying again."""
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
             self._check_journal()
-            self._store.refresh(train_step, AGEING_BITS, released)
-            effects = Effects(released, self._record("refresh"))
-            if released:
+            self._store.refresh(train_step, AGEING_BITS, cleared)
+            effects = Effects(cleared, self._record("refresh"))
+            if cleared.states:
                 return None, effects
             claimed = self._claim(sizes, Status.COMPLETED)
+        cleared.free()
         claim = self._train(sizes, claimed, train_step)
         return (claim if claimed else claim._replace(entry=effects.entry)), effects
 
@@ -563,7 +565,7 @@ class ReplayBuffer:
             masks = [self._store.masks(record, train_step) for record in claimed]
             with self._lock:
                 for record in claimed:
-                    self._preserve(record)
+                    self._preserve(record, True)
                 written = write_masks(claimed, masks)
                 for record, taken in zip(claimed, masks, strict=True):
                     groups[record.task.name].append(record.states)
@@ -664,11 +666,11 @@ class ReplayBuffer:
         checked_outcome(outcome, OUTCOMES[1:])
         self._store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
-        released = self._to_release()
+        cleared = Cleared(self.on_release is not None)
         with self._lock:
             self._check_journal()
-            self._store.reject(arriving, outcome, released)
-            return Effects(released, self._record("reject"))
+            self._store.reject(arriving, outcome, cleared)
+            return Effects(cleared, self._record("reject"))
 
     # The journal
 
@@ -695,11 +697,12 @@ class ReplayBuffer:
 
     async def _finish(self, effects: Effects) -> None:
         if effects.entry is None or self._journal is None:
-            await self._release(effects.released)
-        elif not effects.released:
+            await self._release(effects.cleared)
+        elif not effects.cleared.states:
+            effects.cleared.free()
             await self._journal.durable(effects.entry)
         else:
-            # A task of its own: what was released is freed after its entry is on disk, also when the caller is gone.
+            # A task of its own: what was cleared is released after its entry is on disk, also when the caller is gone.
             await asyncio.shield(asyncio.ensure_future(self._release_recorded(effects)))
 
     async def _release_recorded(self, effects: Effects) -> None:
@@ -707,14 +710,14 @@ class ReplayBuffer:
             if self._journal is not None and effects.entry is not None:
                 await self._journal.durable(effects.entry)
         finally:
-            await self._release(effects.released)
+            await self._release(effects.cleared)
 
     def _finish_blocking(self, effects: Effects) -> None:
         try:
             if effects.entry is not None and self._journal is not None:
                 self._journal.wait(effects.entry)
         finally:
-            self._release_blocking(effects.released)
+            self._release_blocking(effects.cleared)
 
     def _flush(self) -> None:
         if self._journal is not None:
@@ -732,40 +735,37 @@ class ReplayBuffer:
 
     # Releasing
 
-    def _to_release(self) -> Released | None:
-        """Where an operation puts what it resets or discards; None when nobody wants it."""
-        return None if self.on_release is None else []
-
-    async def _release(self, released: Released | None) -> None:
-        pending = self._call_on_release(released)
+    async def _release(self, cleared: Cleared) -> None:
+        pending = self._call_on_release(cleared)
         if pending is not None:
             # Shielded: a caller that is cancelled here must not keep references from being freed.
             await asyncio.shield(asyncio.ensure_future(_logged(pending)))
 
-    def _release_blocking(self, released: Released | None) -> None:
-        pending = self._call_on_release(released)
+    def _release_blocking(self, cleared: Cleared) -> None:
+        pending = self._call_on_release(cleared)
         if pending is not None:
             # In a loop of its own thread, since one may be running in this thread.
             thread = threading.Thread(target=lambda: asyncio.run(_logged(pending)), name="pystale-release")
             thread.start()
             thread.join()
 
-    def _call_on_release(self, released: Released | None) -> Awaitable[None] | None:
-        if not released or self.on_release is None:
+    def _call_on_release(self, cleared: Cleared) -> Awaitable[None] | None:
+        cleared.free()
+        if not cleared.states or self.on_release is None:
             return None
         try:
-            result = self.on_release(released)
+            result = self.on_release(cleared.states)
         except Exception:
-            logger.exception("on_release failed on %d states", len(released))
+            logger.exception("on_release failed on %d states", len(cleared.states))
             return None
         return result if inspect.isawaitable(result) else None
 
     # Saving
 
-    def _preserve(self, record: Record) -> None:
+    def _preserve(self, record: Record, leaving: bool) -> None:
         """Called under the lock before a record changes or leaves: running saves write it as it was."""
         for job in self._saves:
-            job.preserve(record)
+            job.preserve(record, leaving)
 
     def _start_save(self, directory: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> SaveJob:
         if extra is not None and not isinstance(extra, Mapping):

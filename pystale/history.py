@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pystale.checkpoint import CheckpointError
+from pystale.disposal import Cleared
 from pystale.group import read_group
 from pystale.ledger import Ledger
 from pystale.segment import Entry
@@ -193,7 +194,7 @@ class Player:
             record = self._records[arrival]
             if not positions or not set(positions) <= set(range(len(record.states))):
                 raise ValueError(f"members {positions!r} of {len(record.states)} expired")
-            store.reset_members(record, positions, None)
+            store.reset_members(record, positions, Cleared(wanted=False))
         if envelope.get("finished"):
             task_name, group_id = envelope["finished"]
             self.finished.setdefault(task_name, {})[group_id] = None

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from pystale.journal import Journal, Reading
 from pystale.ledger import Ledger
 from pystale.payload import DumpRef, LoadRef, dump_json, encode_document
 from pystale.staleness import checked_int
-from pystale.state import Status, as_status
+from pystale.state import Status, as_status, copy_state
 from pystale.store import Record, Store
 from pystale.ticket import ForeignCopy, Ticket
 
@@ -61,9 +61,9 @@ class Resumed:
 class SaveJob:
     """One save: the store as it was when the job was made.
 
-    Records are written one by one on a worker thread. Before a record changes, :meth:`preserve` writes it down as it
-    is; so nothing has to be copied at the start, and nothing waits for the disk. What is handed out is written as it
-    was then, and will be stored again in the pool it came from.
+    Records are written one by one on a worker thread. Before a record changes, :meth:`preserve` keeps it as it is; so
+    nothing has to be copied at the start, and nothing waits for the disk. What is handed out is written as it was then,
+    and will be stored again in the pool it came from.
 
     Parameters
     ----------
@@ -98,8 +98,6 @@ class SaveJob:
         self._remaining = {record.arrival: record for record in store.records.values()} | store.claimed
         self._lent = [ticket for ticket in reversed(store.tickets.values()) if ticket.states]
         self._writing: Record | None = None
-        self._preserved: list[EncodedGroup] = []
-        self._failure: Exception | None = None
         self._cancelled = False
         ledger = store.ledger.as_dict()
         ledger["stored"] += ledger["in_flight"]
@@ -131,17 +129,21 @@ class SaveJob:
     def cancel(self) -> None:
         self._cancelled = True
 
-    def preserve(self, record: Record) -> None:
-        """Write down a record that is about to change, unless that has been done. Called under the mutex."""
-        if self._writing is record:
-            self._writing = None
-        elif self._remaining.pop(record.arrival, None) is None:
+    def preserve(self, record: Record, leaving: bool) -> None:
+        """Keep a record as it was at the call, before it changes or leaves. Called under the mutex.
+
+        Where it only changes, its fields are replaced and what they held stays as it is: copies of the states will do.
+        What leaves may be changed to its last token, so then everything is copied; and what was kept earlier too, as
+        it shares the tokens of members that have not changed.
+        """
+        writing = self._writing is not None and self._writing.arrival == record.arrival
+        kept = self._writing if writing else self._remaining.get(record.arrival)
+        if kept is None or (kept is not record and not leaving):
             return
-        try:
-            self._preserved.append(encode(record, self._dump_ref))
-        except Exception as error:
-            # It belongs to the save, not to the operation that changes the record.
-            self._failure = self._failure or error
+        if writing:
+            self._writing = None
+        states = [copy_state(state, deep=leaving) for state in kept.states]
+        self._remaining[record.arrival] = replace(kept, states=states)
 
     def run(self) -> None:
         """Write the checkpoint. Blocks; runs on a thread of its own."""
@@ -149,8 +151,6 @@ class SaveJob:
         try:
             while (group := self._next()) is not None:
                 writer.add_encoded(self._dumped(group))
-            if self._failure is not None:
-                raise self._failure
             if self._cancelled:
                 writer.abort()
                 return
@@ -166,27 +166,24 @@ class SaveJob:
         return group if self._dump_ref is None else group.dump_references(self._dump_ref)
 
     def _next(self) -> EncodedGroup | None:
-        while not self._cancelled and self._failure is None:
+        while not self._cancelled:
             with self._lock:
-                if self._preserved:
-                    return self._preserved.pop()
                 if not self._remaining:
                     break
-                record = self._remaining.pop(next(iter(self._remaining)))
-                self._writing = record
+                record = self._writing = self._remaining.pop(next(iter(self._remaining)))
             failure = encoded = None
             try:
                 encoded = encode(record, self._dump_ref)
             except Exception as error:
                 failure = error
             with self._lock:
-                # Otherwise the record changed meanwhile, and how it was lies among the preserved.
+                # Otherwise the record changed meanwhile, and how it was is among the remaining again.
                 if self._writing is record:
                     self._writing = None
                     if failure is not None:
                         raise failure
                     return encoded
-        if self._lent and not self._cancelled and self._failure is None:
+        if self._lent and not self._cancelled:
             return encode(self._lent.pop(), self._dump_ref)
         return None
 

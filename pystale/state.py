@@ -4,6 +4,8 @@ The buffer works on any object that has the attributes it needs; :class:`Rollout
 Field names are XTuner's where XTuner has the field.
 """
 
+import contextlib
+import copy
 import enum
 import logging
 from collections.abc import Iterable
@@ -20,6 +22,7 @@ __all__ = [
     "RolloutState",
     "Status",
     "as_status",
+    "copy_state",
     "discard",
     "group_status",
     "reset",
@@ -289,6 +292,35 @@ def update_sample_version(state: State, model_step: int) -> State:
     if steps is not state.response_model_steps:  # type: ignore[attr-defined]
         state.response_model_steps = steps  # type: ignore[attr-defined]
     return state
+
+
+_PER_TOKEN = (
+    *("prompt_ids", "tokens", "response_ids", "response_mask", "response_model_steps"),
+    *("logprobs", "input_ids", "labels", "position_ids"),
+)
+
+
+def copy_state(state: Any, *, deep: bool) -> Any:
+    """Copy of a state; a deep one is out of reach of any change to what the state holds.
+
+    Per-token fields are copied entry by entry and not looked into, which keeps this cheap. States of other classes come
+    back as they are.
+    """
+    if type(state) is not RolloutState:
+        return state
+    copied = copy.copy(state)
+    if not deep:
+        return copied
+    for name in RolloutState.__slots__:
+        value = getattr(state, name)
+        if value is None or type(value) in (int, str, float, bool, Status):
+            continue
+        if name in _PER_TOKEN:
+            setattr(copied, name, copy.copy(value))
+            continue
+        with contextlib.suppress(Exception):  # what cannot be copied cannot be saved either, and saving says so
+            setattr(copied, name, copy.deepcopy(value))
+    return copied
 
 
 _CLEARED_BY_RESET: tuple[str, ...] = (

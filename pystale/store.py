@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pystale._core import StalenessIndex
 from pystale._objects import Member, trainable_mask
+from pystale.disposal import Cleared
 from pystale.group import AGEING, Arriving, Group
 from pystale.history import Changes
 from pystale.ledger import Ledger
@@ -18,11 +19,10 @@ from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
 from pystale.ticket import Copy, Ticket, begins_with
 
-__all__ = ["Record", "Released", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
+__all__ = ["Record", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
-Released = list[tuple[Any, dict[str, Any]]]
 
 # A pool's number in the index is the position of its status here.
 number_of = tuple(Status).index
@@ -98,7 +98,8 @@ class Store:
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
         self.own_group_ids = 0
-        self.before_change: Callable[[Record], None] | None = None  # told of a record about to change or leave
+        # Told of a record about to change, and whether it is handed out.
+        self.before_change: Callable[[Record, bool], None] | None = None
         self.changes: Changes | None = None  # told what was done, where a journal is kept
 
     # Settings
@@ -138,7 +139,7 @@ class Store:
 
     # Storing
 
-    def put(self, arriving: Arriving, train_step: int | None, released: Released | None) -> Status:
+    def put(self, arriving: Arriving, train_step: int | None, cleared: Cleared) -> Status:
         """Store a group that :meth:`read` accepted and run the life cycle on it.
 
         Returns
@@ -186,7 +187,7 @@ class Store:
         if now is not None:
             expired += self.index.due_members(record.number, now)
         if expired:
-            self._expire(record, expired, released)
+            self._expire(record, expired, cleared)
         return record.status
 
     def admit(
@@ -294,7 +295,7 @@ class Store:
 
     # The life cycle
 
-    def refresh(self, train_step: int, bits: int, released: Released | None) -> dict[str, int]:
+    def refresh(self, train_step: int, bits: int, cleared: Cleared) -> dict[str, int]:
         """Run the life cycle at `train_step` over what has come due in the pools of `bits`.
 
         Returns
@@ -306,10 +307,10 @@ class Store:
         moved = {name: 0 for name, task in self.tasks.items() if any(self.index.counts(task.number))}
         for number, members in self.index.due(train_step, bits):
             record = self.records[number]
-            moved[record.task.name] += self._expire(record, members, released)
+            moved[record.task.name] += self._expire(record, members, cleared)
         return moved
 
-    def _expire(self, record: Record, expired: list[int], released: Released | None) -> bool:
+    def _expire(self, record: Record, expired: list[int], cleared: Cleared) -> bool:
         """The life cycle of one group whose members at `expired`, at least one, are EXPIRED or have come due.
 
         Returns
@@ -317,7 +318,7 @@ class Store:
         bool
             Whether the group entered the EXPIRED pool or left the store.
         """
-        self._announce(record)
+        self._announce(record, leaving=False)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
             self.remove(record)
@@ -327,15 +328,15 @@ class Store:
             self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
             record.status = Status.EXPIRED
             for state in record.states:
-                _release(state, discard(state), released)
+                cleared.add(state, discard(state))
             return True
         entered = record.status is not Status.EXPIRED
-        self.reset_members(record, expired, released)
+        self.reset_members(record, expired, cleared)
         if self.changes is not None:
             self.changes.expire(record, expired)
         return entered
 
-    def reset_members(self, record: Record, expired: list[int], released: Released | None) -> None:
+    def reset_members(self, record: Record, expired: list[int], cleared: Cleared) -> None:
         """Take the responses of the members at `expired` away; the group is EXPIRED."""
         record.status = Status.EXPIRED
         self.index.expire(record.number, expired, number_of(Status.EXPIRED))
@@ -346,7 +347,7 @@ class Store:
             self.ledger.stored -= member.tokens
             self.ledger.discard("expired", member.tokens)
             record.members[position] = Member()
-            _release(state, reset(state), released)
+            cleared.add(state, reset(state))
 
     # Handing out
 
@@ -368,7 +369,7 @@ class Store:
         records = []
         for number in self.index.first(task.number, number_of(status), n):
             record = self.records[number]
-            self._announce(record)
+            self._announce(record, leaving=True)
             self.remove(record)
             self.claimed[record.arrival] = record
             self.write_staleness(record)
@@ -379,7 +380,6 @@ class Store:
 
     def give_back(self, record: Record) -> None:
         """Store a record again that :meth:`hand_out` gave, as if it had never left."""
-        self._announce(record)
         self.claimed.pop(record.arrival, None)
         self.insert(record, [as_status(state.status) for state in record.states])
         self.ledger.stored += record.tokens
@@ -387,7 +387,7 @@ class Store:
 
     def lend(self, record: Record, copies: list[Copy]) -> Ticket:
         """Remember a record handed out for continuation, of which these are copies."""
-        self._announce(record)
+        self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
@@ -415,7 +415,7 @@ class Store:
 
     def train(self, record: Record, taken: list[Taken]) -> int:
         """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
-        self._announce(record)
+        self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
         trained = self._book_training(record, taken, 1)
         if self.changes is not None:
@@ -444,7 +444,7 @@ class Store:
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
-    def reject(self, arriving: Arriving, outcome: str, released: Released | None) -> None:
+    def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""
         if (arriving.task_name, arriving.group_id) in self.numbers:
             raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
@@ -456,7 +456,7 @@ class Store:
             self.ledger.produced += arriving.tokens
             self._close(arriving, outcome)
         for state, status in zip(arriving.states, arriving.statuses, strict=True):
-            _release(state, discard(state), released)
+            cleared.add(state, discard(state))
             write_status(state, status)
 
     def _close(self, arriving: Arriving, outcome: str) -> None:
@@ -489,9 +489,9 @@ class Store:
 
     # Helpers
 
-    def _announce(self, record: Record) -> None:
+    def _announce(self, record: Record, *, leaving: bool) -> None:
         if self.before_change is not None:
-            self.before_change(record)
+            self.before_change(record, leaving)
 
     def remove(self, record: Record) -> None:
         self.index.remove(record.number)
@@ -549,9 +549,3 @@ def _restore(state: Any, name: str, value: Any) -> None:
 def _write_rerolls(state: Any, rerolls: int) -> None:
     if getattr(state, "rerolls", rerolls) != rerolls:
         state.rerolls = rerolls
-
-
-def _release(state: Any, cleared: dict[str, Any], released: Released | None) -> None:
-    """Collect what was cleared, where somebody wants it: holding it back keeps whole responses alive."""
-    if released is not None and cleared:
-        released.append((state, cleared))

@@ -22,6 +22,7 @@ LAYERS = (
         "buffer",
         "checkpoint",
         "columns",
+        "disposal",
         "history",
         "journal",
         "ledger",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pystale import ModelSteps, RolloutState, Status, group_status, update_sample_version
-from pystale.state import as_status, discard, reset
+from pystale.state import as_status, copy_state, discard, reset
 
 C, A, E, F, X, U, Z = (
     Status.COMPLETED,
@@ -213,6 +213,21 @@ def test_states_copy_and_pickle():
         assert other is not state
         assert list(other.response_model_steps) == [4, 5]
         assert other.extra_fields == {"k": "v"}
+
+
+def test_no_change_of_a_state_reaches_its_deep_copy():
+    state = full_state()
+    state.response_mask, state.extra_fields = np.array([1]), {"deep": [{"x": 1}]}
+    state.response_model_steps, state.routed_experts = ModelSteps.from_list([4]), lambda: None
+    copied = copy_state(state, deep=True)
+    state.response_ids.append(9)
+    state.response_mask[0] = 7
+    state.response_model_steps.append(5)
+    state.extra_fields["deep"][0]["x"] = 2
+    state.tool_calls.clear()
+    assert (copied.response_ids, copied.response_mask.tolist(), list(copied.response_model_steps)) == ([1], [1], [4])
+    assert (copied.extra_fields, copied.tool_calls) == ({"deep": [{"x": 1}]}, ["call"])
+    assert (copied.status, copied.rerolls, copied.routed_experts) == (C, 2, state.routed_experts)
 
 
 def test_fields_are_keywords_and_misspelled_ones_are_refused():
