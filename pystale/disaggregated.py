@@ -116,9 +116,9 @@ class DisaggAgentLoopManager:
     ...         # train on result.groups, publish the weights
     ...         await manager.continue_produce(train_step)
     ...     await manager.shutdown()
-    ...     return [state.min_model_step for group in result.groups for state in group]
+    ...     return len(result.groups), result.trainable_tokens, result.status.name
     >>> asyncio.run(main())
-    [1, 1, 1, 1, 1, 1, 1, 1]
+    (4, 16, 'NORMAL')
     """
 
     def __init__(
@@ -311,9 +311,8 @@ class DisaggAgentLoopManager:
                     await self._step(shares)
             except Exception as error:
                 self._failure = error
-                await pause_lines(
-                    self._lines, self.rollout_controller
-                )  # what is running is put before the error goes on
+                # What is running is put before the error goes on.
+                await pause_lines(self._lines, self.rollout_controller)
                 raise
             await pause_lines(self._lines, self.rollout_controller)
         except BaseException:
@@ -321,8 +320,15 @@ class DisaggAgentLoopManager:
             await to_the_end(cancel_lines(self._lines))
             raise
         finally:
+            if self._releases:
+                await to_the_end(self._freed())
             self._loop = _Loop.ENDED
             self._ring()
+
+    async def _freed(self) -> None:
+        """Until references of groups that expired behind a batch are freed."""
+        while self._releases:
+            await asyncio.wait(self._releases)
 
     async def _step(self, shares: dict[str, int]) -> None:
         """Produce for one step, or wait until that is wanted and possible."""
@@ -484,5 +490,4 @@ class _Ending(Awaitable[None]):
         manager = self._manager
         while manager._loop is _Loop.RUNNING:
             await manager._changed.wait()
-        while manager._releases:
-            await asyncio.wait(manager._releases)
+        await manager._freed()
