@@ -199,7 +199,7 @@ class DisaggAgentLoopManager:
         sizes = task_batch_sizes(self.tasks, batch_size)
         train_step = checked_int("train_step", train_step, at_least=1)
         await self._move_to(train_step)
-        if self._loop is _Loop.NOT_STARTED:
+        if self._loop is not _Loop.RUNNING:
             await asyncio.sleep(0)  # its task may have been created just now
         paused = self.status is UPDATE_WEIGHT_AND_ABORT
         while True:
