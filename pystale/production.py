@@ -348,10 +348,15 @@ class Line:
                 )
             except (TypeError, ValueError) as error:
                 logger.warning("task %r: the buffer refused a group: %s", self.task_name, error)
-                rollout.group = rollout.without_per_token_fields()
                 rollout.fail(f"the buffer refused a group: {error}")
                 outcome = Status.FAILED
-        await self.buffer.reject(rollout.group, self.task_name, outcome.value)
+        try:
+            await self.buffer.reject(rollout.group, self.task_name, outcome.value)
+        except (TypeError, ValueError):
+            # It may be anything but well formed: a continued response that failed has steps for its earlier tokens
+            # only. It is counted by its tokens all the same.
+            rollout.group = rollout.without_per_token_fields()
+            await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         return outcome
 
     def hopeless(self) -> str:
