@@ -2,12 +2,13 @@
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
 from pystale.group import Group
+from pystale.saving import Resumed
 from pystale.state import Status
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ class BlockingReplayBuffer:
         train_step: int | None = None,
     ) -> Status:
         """See :meth:`ReplayBuffer.put`."""
-        status, cleared = self._buffer._put(group, task_name, model_step, train_step)
-        self._buffer._release_blocking(cleared)
+        status, effects = self._buffer._put(group, task_name, model_step, train_step)
+        self._buffer._finish_blocking(effects)
         return status
 
     def refresh_staleness(self, train_step: int, *, statuses: Iterable[Any] | None = None) -> dict[str, int]:
         """See :meth:`ReplayBuffer.refresh_staleness`."""
-        moved, cleared = self._buffer._refresh(train_step, statuses)
-        self._buffer._release_blocking(cleared)
+        moved, effects = self._buffer._refresh(train_step, statuses)
+        self._buffer._finish_blocking(effects)
         return moved
 
     def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
@@ -50,15 +51,15 @@ class BlockingReplayBuffer:
 
     def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
         """See :meth:`ReplayBuffer.take_batch`."""
-        return self._buffer._take_batch(sizes, status)
+        return self._buffer._hand_over_blocking(self._buffer._claim_batch(sizes, status))
 
     def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """See :meth:`ReplayBuffer.take_train_batch`."""
         while True:
-            batch, cleared = self._buffer._take_train_batch(sizes, train_step)
-            if batch is not None:
-                return batch
-            self._buffer._release_blocking(cleared)
+            claim, effects = self._buffer._claim_train_batch(sizes, train_step)
+            if claim is not None:
+                return self._buffer._hand_over_blocking(claim)
+            self._buffer._finish_blocking(effects)
 
     def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """See :meth:`ReplayBuffer.wait_ready`."""
@@ -86,23 +87,32 @@ class BlockingReplayBuffer:
 
     def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """See :meth:`ReplayBuffer.reject`."""
-        self._buffer._release_blocking(self._buffer._reject(group, task_name, outcome))
+        self._buffer._finish_blocking(self._buffer._reject(group, task_name, outcome))
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""
         self._buffer.settle(groups, outcome)
+        self._buffer._flush()
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self._buffer.ledger()
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ReplayBuffer.save`."""
-        self._buffer._run_save(self._buffer._start_save(directory))
+        self._buffer._run_save(self._buffer._start_save(directory, extra))
 
-    def resume(self, directory: str | os.PathLike[str]) -> None:
+    def resume(self, directory: str | os.PathLike[str] | None, *, undo_takes: bool = False) -> Resumed:
         """See :meth:`ReplayBuffer.resume`."""
-        self._buffer._resume(directory)
+        return self._buffer._resume(directory, undo_takes)
+
+    def flush(self) -> None:
+        """See :meth:`ReplayBuffer.flush`."""
+        self._buffer._flush()
+
+    def close(self) -> None:
+        """See :meth:`ReplayBuffer.close`."""
+        self._buffer._close()
 
     def __len__(self) -> int:
         return len(self._buffer)

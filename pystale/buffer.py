@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,16 @@ from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
 from pystale.disposal import Cleared
 from pystale.group import AGEING, Group, read_group
+from pystale.history import Changes
+from pystale.journal import Journal
+from pystale.payload import DumpRef, EncodedGroup, LoadRef
 from pystale.policy import Order
 from pystale.readiness import Waiter, Waiters
-from pystale.saving import SaveJob, load
+from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Store, status_bits, write_masks
+from pystale.store import AGEING_BITS, Record, Store, Taken, status_bits, unwrite_masks, write_masks
+from pystale.ticket import copied
 
 __all__ = ["ReplayBuffer"]
 
@@ -40,6 +44,23 @@ logger = logging.getLogger("pystale")
 
 OnRelease = Callable[[list[tuple[Any, dict[str, Any]]]], Awaitable[None] | None]
 OUTCOMES = ("trained", "failed", "filtered", "lost")
+
+
+class Effects(NamedTuple):
+    """What is left to do after an operation: wait for its journal entry, then release what it cleared."""
+
+    cleared: Cleared
+    entry: int | None = None  # number of the journal entry to wait for
+
+
+class Claim(NamedTuple):
+    """Groups taken out of the store for training, and what they train with."""
+
+    records: list[Record]
+    masks: list[list[Taken]]
+    written: list[tuple[Any, Any]]  # states that got a mask, and the masks they had
+    batch: TrainBatch
+    entry: int | None = None  # number of the journal entry to wait for
 
 
 class ReplayBuffer:
@@ -69,16 +90,41 @@ class ReplayBuffer:
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
         What it raises is logged; the operation stands.
+    journal : path, optional
+        Directory of a journal, created if absent, of which this buffer is the only user. See Notes.
+    journal_delay : float, default 0.005
+        Seconds between two syncs of the journal, at least: what comes meanwhile shares one. A lone put does not wait.
+    dump_ref, load_ref : callable, optional
+        For external references in a state, such as objects of a Ray cluster. ``dump_ref(value)`` is called with every
+        value a checkpoint or the journal cannot hold, and returns what to write in its place: anything they can hold,
+        such as bytes, an array or a dict; None refuses. ``load_ref`` makes the reference of it again. Each object is
+        written once per group. Both or neither. They are called from any thread, outside the lock.
 
     Raises
     ------
     TypeError, ValueError
-        For a setting that is none of the above.
+        For a setting that is none of the above, or a journal that another buffer uses.
 
     Warns
     -----
     UserWarning
         If a task has a token rule and no re-rollout.
+
+    Notes
+    -----
+    With a journal, what a call that returned has done survives a crash, and is not done twice:
+
+    - `put`, `reject`, `take_batch`, `take_train_batch` and a `refresh_staleness` that moved groups return, and release,
+      once their entry is on disk. Groups are seen by others before that; whatever is built on them is in a later entry.
+    - A crash between entry and return: the put is stored, the batch is taken. `resume` names the groups taken since the
+      checkpoint, so that a trainer that keeps count can tell which it never got.
+    - `get` writes nothing: until a group is put back, settled or rejected, a crash brings it back as it was handed out.
+    - `settle` does not wait in its async form; :meth:`flush` does, and so does ``buffer.sync.settle``.
+    - A call cancelled while it waits: a put stays put, a take gives its groups back.
+    - Where the journal cannot be written, for example on a full disk, calls that wait raise OSError: a put group is
+      then in memory only, a batch is given back. Later calls that change something raise it before they do, until
+      :meth:`save` has written a checkpoint, which needs no journal.
+    - A buffer whose journal was used before accepts only :meth:`resume`; everything else is a ValueError.
 
     Examples
     --------
@@ -102,6 +148,10 @@ class ReplayBuffer:
         missing_version: str = "error",
         max_rerolls: int | None = None,
         on_release: OnRelease | None = None,
+        journal: str | os.PathLike[str] | None = None,
+        journal_delay: float = 0.005,
+        dump_ref: DumpRef | None = None,
+        load_ref: LoadRef | None = None,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -115,15 +165,26 @@ class ReplayBuffer:
             max_rerolls = checked_int("max_rerolls", max_rerolls, at_least=0, remedy="None sets no bound")
         if on_release is not None and not callable(on_release):
             raise TypeError(f"on_release must be callable, got {type(on_release).__name__}")
+        for name, hook in (("dump_ref", dump_ref), ("load_ref", load_ref)):
+            if hook is not None and not callable(hook):
+                raise TypeError(f"{name} must be callable, got {type(hook).__name__}")
+        if (dump_ref is None) != (load_ref is None):
+            raise ValueError("dump_ref and load_ref come together: what one writes the other has to read")
+        if isinstance(journal_delay, bool) or not isinstance(journal_delay, (int, float)):
+            raise TypeError(f"journal_delay must be a number of seconds, got {type(journal_delay).__name__}")
+        if not 0 <= journal_delay < float("inf"):
+            raise ValueError(f"journal_delay must be at least 0 seconds and finite, got {journal_delay}")
         self.max_rerolls = max_rerolls
         self.on_release = on_release
+        self._dump_ref = dump_ref
+        self._load_ref = load_ref
         self._lock = threading.Lock()
         self._waiters = Waiters()
         self._saves: list[SaveJob] = []
         self._new_store = functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls)
-        self._store = self._new_store()
-        self._store.before_change = self._preserve
         _warn_of_discards(rules, triggers)
+        self._journal = None if journal is None else Journal(journal, self.order.value, journal_delay)
+        self._use(self._new_store())
         self.sync = BlockingReplayBuffer(self)
 
     # Settings
@@ -172,8 +233,8 @@ class ReplayBuffer:
             For an empty group, lengths that differ, a missing or future version, a task without a rule, a group that
             is stored already. Nothing has changed then.
         """
-        status, cleared = self._put(group, task_name, model_step, train_step)
-        await self._release(cleared)
+        status, effects = self._put(group, task_name, model_step, train_step)
+        await self._finish(effects)
         return status
 
     async def refresh_staleness(self, train_step: int, *, statuses: Iterable[Status] | None = None) -> dict[str, int]:
@@ -194,8 +255,8 @@ class ReplayBuffer:
         dict of str to int
             For every task that had groups stored, how many entered EXPIRED or left during this call.
         """
-        moved, cleared = self._refresh(train_step, statuses)
-        await self._release(cleared)
+        moved, effects = self._refresh(train_step, statuses)
+        await self._finish(effects)
         return moved
 
     async def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
@@ -208,7 +269,7 @@ class ReplayBuffer:
 
     async def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
         """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained."""
-        return self._take_batch(sizes, status)
+        return await self._hand_over(self._claim_batch(sizes, status))
 
     async def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """Take ``sizes[task]`` COMPLETED groups of each task for training at `train_step`, all or nothing.
@@ -223,12 +284,12 @@ class ReplayBuffer:
             Empty when a task is short; then nothing was taken, but what is too old has expired.
         """
         while True:
-            batch, cleared = self._take_train_batch(sizes, train_step)
-            if batch is not None:
-                return batch
-            # Taking waits until what the refresh released is freed: there is no await after the groups are out,
-            # so that a cancelled call cannot take them along.
-            await self._release(cleared)
+            claim, effects = self._claim_train_batch(sizes, train_step)
+            if claim is not None:
+                return await self._hand_over(claim)
+            # Taking waits until what the refresh released is freed: nothing but the journal is waited for after the
+            # groups are out, so that a cancelled call cannot take them along.
+            await self._finish(effects)
 
     async def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """Wait until every task has ``sizes[task]`` COMPLETED groups; woken by `put`, never by polling.
@@ -284,7 +345,7 @@ class ReplayBuffer:
         For groups that were generated and never stored, and for groups handed out by :meth:`get`. Their fields are
         cleared, but for the ids, the prompt and the status.
         """
-        await self._release(self._reject(group, task_name, outcome))
+        await self._finish(self._reject(group, task_name, outcome))
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """Say what became of groups handed out by :meth:`get` that are not put back.
@@ -310,10 +371,12 @@ class ReplayBuffer:
         if len(known) < len(arriving):
             raise ValueError("a group is given twice; it can be settled once")
         with self._lock:
+            self._check_journal()
             for group in given:
                 self._store.task_handed_out(group)
             for read in arriving:
                 self._store.settle(read, outcome)
+            self._record("settle")
 
     def ledger(self) -> dict[str, Any]:
         """Account of response tokens.
@@ -328,12 +391,20 @@ class ReplayBuffer:
         with self._lock:
             return self._store.ledger.as_dict()
 
-    async def save(self, directory: str | os.PathLike[str]) -> None:
+    async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the groups, their order and the account to `directory`, which is created if absent.
 
         What is written is the state at the call; other operations go on meanwhile. An earlier checkpoint there is
-        replaced in one step at the end, and survives a save that fails or is cancelled. The format is described in
+        replaced in one step at the end, and survives a save that fails or is cancelled. Groups that are handed out are
+        written as they were then. A journal is emptied of what the checkpoint holds. The format is described in
         :mod:`pystale.checkpoint`.
+
+        Parameters
+        ----------
+        directory : path
+            Where the checkpoint goes.
+        extra : mapping, optional
+            Kept with it, for :meth:`resume` to return: progress, the cursor of a sampler. Plain data, no arrays.
 
         Raises
         ------
@@ -342,7 +413,7 @@ class ReplayBuffer:
         OSError
             If the file system refuses.
         """
-        job = self._start_save(directory)
+        job = self._start_save(directory, extra)
         running = asyncio.get_running_loop().run_in_executor(None, self._run_save, job)
         try:
             await asyncio.shield(running)
@@ -351,27 +422,52 @@ class ReplayBuffer:
             await asyncio.wait([running])
             raise
 
-    async def resume(self, directory: str | os.PathLike[str]) -> None:
+    async def resume(self, directory: str | os.PathLike[str] | None, *, undo_takes: bool = False) -> Resumed:
         """Load what :meth:`save` wrote into this buffer, which must be empty and have the same order.
 
-        Rules and triggers may differ: deadlines are made anew. Groups that were in flight when the checkpoint was
-        written are not in it; their tokens are booked as lost, and they keep arrival and re-rolls when they are put.
+        A journal is played back after it. Rules and triggers may differ: deadlines are made anew, but what has expired
+        stays so. Groups that were handed out are stored again, in the pool they came from and as they were, to be
+        handed out once more.
+
+        Parameters
+        ----------
+        directory : path or None
+            Where the checkpoint is. A buffer with a journal that holds all from the start may be given None, or a
+            directory in which no save was finished yet.
+        undo_takes : bool, default False
+            Store again what was taken for training after the checkpoint: for a trainer whose weights have gone back to
+            the checkpoint, too, so that what they have not learnt is trained.
+
+        Returns
+        -------
+        Resumed
+            What was kept with the checkpoint, and which groups came and were taken after it.
 
         Raises
         ------
         CheckpointError
             A ValueError that names the file and what is wrong with it; nothing is loaded.
         ValueError
-            If the buffer is not empty, the order differs, or a stored task has no rule here.
+            If the buffer is not empty, the order differs, a stored task has no rule here, or the journal does not
+            continue the checkpoint.
         """
         cancelled = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, cancelled)
+        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, undo_takes, cancelled)
         try:
-            await asyncio.shield(running)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             cancelled.set()
             await asyncio.wait([running])
             raise
+
+    async def flush(self) -> None:
+        """Return once everything done so far is in the journal, on disk. At once without a journal."""
+        if self._journal is not None:
+            await self._journal.durable(self._journal.last)
+
+    async def close(self) -> None:
+        """Write the journal to its end and let another buffer use it; this one refuses to change from then on."""
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def __len__(self) -> int:
         with self._lock:
@@ -381,7 +477,7 @@ class ReplayBuffer:
 
     def _put(
         self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
-    ) -> tuple[Status, Cleared]:
+    ) -> tuple[Status, Effects]:
         checked_task_name(task_name)
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
@@ -394,48 +490,64 @@ class ReplayBuffer:
             train_step=train_step,
             versions_required=self._store.missing_version == "error",
         )
+        encoded = None if self._journal is None else encode_arriving(arriving, self._dump_ref)
         cleared = Cleared(self.on_release is not None)
         with self._lock:
+            self._check_journal()
             status = self._store.put(arriving, train_step, cleared)
+            entry = self._record("put", encoded)
             ready = self._waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
-        return status, cleared
+        return status, Effects(cleared, entry)
 
-    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Cleared]:
+    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
         cleared = Cleared(self.on_release is not None)
         with self._lock:
-            return self._store.refresh(train_step, bits, cleared), cleared
+            self._check_journal()
+            moved = self._store.refresh(train_step, bits, cleared)
+            return moved, Effects(cleared, self._record("refresh"))
 
     def _get(self, n: int, task_name: str, status: Any) -> list[Group]:
         n, status = checked_int("n", n, at_least=0), as_status(status)
         with self._lock:
+            self._check_journal()
             self._store.settings(checked_task_name(task_name))
             records = self._store.hand_out(task_name, status, n)
-            tickets = [self._store.lend(record) for record in records]
-        for record, ticket in zip(records, tickets, strict=True):
-            ticket.remember(record.states)
+        try:
+            # As long as the responses are, and so not under the mutex.
+            copies = [copied(record.states) for record in records]
+        except BaseException:
+            self._give_back(records)
+            raise
+        with self._lock:
+            for record, of_record in zip(records, copies, strict=True):
+                self._store.lend(record, of_record)
         return [record.states for record in records]
 
-    def _take_batch(self, sizes: Sizes, status: Any) -> TrainBatch:
+    def _claim_batch(self, sizes: Sizes, status: Any) -> Claim:
         sizes, status = self._checked_sizes(sizes), as_status(status)
         with self._lock:
+            self._check_journal()
             claimed = self._claim(sizes, status)
         return self._train(sizes, claimed, None)
 
-    def _take_train_batch(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch | None, Cleared]:
-        """The batch, or None with what the refresh released, which has to be freed before trying again."""
+    def _claim_train_batch(self, sizes: Sizes, train_step: int) -> tuple[Claim | None, Effects]:
+        """The claim, or None with what the refresh released, which has to be freed before trying again."""
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
         cleared = Cleared(self.on_release is not None)
         with self._lock:
+            self._check_journal()
             self._store.refresh(train_step, AGEING_BITS, cleared)
+            effects = Effects(cleared, self._record("refresh"))
             if cleared.states:
-                return None, cleared
+                return None, effects
             claimed = self._claim(sizes, Status.COMPLETED)
         cleared.free()
-        return self._train(sizes, claimed, train_step), cleared
+        claim = self._train(sizes, claimed, train_step)
+        return (claim if claimed else claim._replace(entry=effects.entry)), effects
 
     def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
         """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
@@ -443,27 +555,71 @@ class ReplayBuffer:
             return []
         return [record for task_name, n in sizes.items() for record in self._store.hand_out(task_name, status, n)]
 
-    def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None) -> TrainBatch:
-        """Turn claimed records into a batch. Masks cost what responses are long, so they are made without the lock."""
+    def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None) -> Claim:
+        """Book claimed records as a batch. Masks cost what responses are long, so they are made without the lock."""
         if not claimed and any(sizes.values()):
-            return TrainBatch({}, {})
-        try:
-            masks = [self._store.masks(record, train_step) for record in claimed]
-            write_masks(claimed, masks)
-        except BaseException:
-            with self._lock:
-                for record in claimed:
-                    self._store.give_back(record)
-                ready = self._waiters.pop_ready(self._short)
-            _wake(ready)
-            raise
+            return Claim([], [], [], TrainBatch({}, {}))
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
+        try:
+            masks = [self._store.masks(record, train_step) for record in claimed]
+            with self._lock:
+                for record in claimed:
+                    self._preserve(record, True)
+                written = write_masks(claimed, masks)
+                for record, taken in zip(claimed, masks, strict=True):
+                    groups[record.task.name].append(record.states)
+                    tokens[record.task.name] += self._store.train(record, taken)
+                entry = self._record("take")
+        except BaseException:
+            self._give_back(claimed)
+            raise
+        return Claim(claimed, masks, written, TrainBatch(groups, tokens), entry)
+
+    def _give_back(self, claimed: list[Record]) -> None:
+        """Store records again that were claimed and that nobody got."""
         with self._lock:
-            for record, taken in zip(claimed, masks, strict=True):
-                groups[record.task.name].append(record.states)
-                tokens[record.task.name] += self._store.train(record, taken)
-        return TrainBatch(groups, tokens)
+            for record in claimed:
+                self._store.give_back(record)
+            ready = self._waiters.pop_ready(self._short)
+        _wake(ready)
+
+    async def _hand_over(self, claim: Claim) -> TrainBatch:
+        """Give a batch to the caller once the journal says that it is taken."""
+        if claim.entry is not None and self._journal is not None:
+            try:
+                await self._journal.durable(claim.entry)
+            except BaseException:
+                self._take_back(claim)
+                raise
+        return claim.batch
+
+    def _hand_over_blocking(self, claim: Claim) -> TrainBatch:
+        if claim.entry is not None and self._journal is not None:
+            try:
+                self._journal.wait(claim.entry)
+            except BaseException:
+                self._take_back(claim)
+                raise
+        return claim.batch
+
+    def _take_back(self, claim: Claim) -> None:
+        """Undo a take whose caller gave up, or whose entry could not be written."""
+        unwrite_masks(claim.written)
+        encoded: list[EncodedGroup | None] = [None] * len(claim.records)
+        for position, record in enumerate(claim.records):
+            try:
+                group = encode(record, self._dump_ref)
+                encoded[position] = group if self._dump_ref is None else group.dump_references(self._dump_ref)
+            except Exception:
+                logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
+        with self._lock:
+            for record, masks, again in zip(claim.records, claim.masks, encoded, strict=True):
+                if again is not None:
+                    self._store.untrain(record, masks)
+                    self._record("take back", again)
+            ready = self._waiters.pop_ready(self._short)
+        _wake(ready)
 
     def _checked_sizes(self, sizes: Any) -> dict[str, int]:
         checked = checked_sizes(sizes)
@@ -488,6 +644,8 @@ class ReplayBuffer:
             if not timeout >= 0:
                 raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
         with self._lock:
+            if self._journal is not None:
+                self._journal.check_open()
             return self._waiters.add(sizes, wake) if self._short(sizes) else None
 
     def _dismiss(self, waiter: Waiter) -> None:
@@ -504,14 +662,76 @@ class ReplayBuffer:
         with self._lock:
             return {name: {status: self._store.count(name, status) for status in pools} for name in task_names}
 
-    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Cleared:
+    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Effects:
         checked_outcome(outcome, OUTCOMES[1:])
         self._store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
         cleared = Cleared(self.on_release is not None)
         with self._lock:
+            self._check_journal()
             self._store.reject(arriving, outcome, cleared)
-        return cleared
+            return Effects(cleared, self._record("reject"))
+
+    # The journal
+
+    def _check_journal(self) -> None:
+        """Raise, before anything changes, where what changes could not be recorded. Called under the lock."""
+        if self._journal is not None:
+            self._journal.check()
+
+    def _record(self, op: str, group: EncodedGroup | None = None) -> int | None:
+        """Append what the store was told to do since the last call; the one place where that happens.
+
+        Called under the lock, so that entries have the order of what they tell. Returns the number of an entry that
+        has to be on disk before the caller is answered.
+        """
+        changes, journal = self._store.changes, self._journal
+        if changes is None or journal is None:
+            return None
+        done = changes.envelope(op, self._store)
+        if done is None:
+            return None
+        envelope, has_group, waits = done
+        number = journal.append(envelope, group if has_group else None)
+        return number if waits else None
+
+    async def _finish(self, effects: Effects) -> None:
+        if effects.entry is None or self._journal is None:
+            await self._release(effects.cleared)
+        elif not effects.cleared.states:
+            effects.cleared.free()
+            await self._journal.durable(effects.entry)
+        else:
+            # A task of its own: what was cleared is released after its entry is on disk, also when the caller is gone.
+            await asyncio.shield(asyncio.ensure_future(self._release_recorded(effects)))
+
+    async def _release_recorded(self, effects: Effects) -> None:
+        try:
+            if self._journal is not None and effects.entry is not None:
+                await self._journal.durable(effects.entry)
+        finally:
+            await self._release(effects.cleared)
+
+    def _finish_blocking(self, effects: Effects) -> None:
+        try:
+            if effects.entry is not None and self._journal is not None:
+                self._journal.wait(effects.entry)
+        finally:
+            self._release_blocking(effects.cleared)
+
+    def _flush(self) -> None:
+        if self._journal is not None:
+            self._journal.wait(self._journal.last)
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _use(self, store: Store) -> None:
+        store.before_change = self._preserve
+        if self._journal is not None:
+            store.changes = Changes(store.train_step)
+        self._store = store
 
     # Releasing
 
@@ -547,9 +767,13 @@ class ReplayBuffer:
         for job in self._saves:
             job.preserve(record, leaving)
 
-    def _start_save(self, directory: str | os.PathLike[str]) -> SaveJob:
+    def _start_save(self, directory: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> SaveJob:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
         with self._lock:
-            job = SaveJob(directory, self._store, self._lock)
+            if self._journal is not None:
+                self._journal.check_open()
+            job = SaveJob(directory, self._store, self._lock, self._dump_ref, self._journal, extra)
             self._saves.append(job)
             return job
 
@@ -560,17 +784,34 @@ class ReplayBuffer:
             with self._lock:
                 self._saves.remove(job)
 
-    def _resume(self, directory: str | os.PathLike[str], cancelled: threading.Event | None = None) -> None:
+    def _resume(
+        self,
+        directory: str | os.PathLike[str] | None,
+        undo_takes: bool = False,
+        cancelled: threading.Event | None = None,
+    ) -> Resumed:
         self._refuse_resume()
-        store = load(directory, self._new_store)
+        store, resumed, reading = load(
+            directory, self._new_store, load_ref=self._load_ref, journal=self._journal, undo_takes=undo_takes
+        )
+        if reading is not None:
+            self._refuse_resume()
+            reading.finish()
         with self._lock:
             if cancelled is not None and cancelled.is_set():
-                return
+                return resumed
             self._refuse_resume()
-            store.before_change = self._preserve
-            self._store = store
+            self._use(store)
+            if reading is not None:
+                reading.open()
+            if undo_takes and store.changes is not None:
+                store.changes.undo_takes()
+            entry = self._record("resume")
             ready = self._waiters.pop_ready(self._short)
         _wake(ready)
+        if entry is not None and self._journal is not None:
+            self._journal.wait(entry)
+        return resumed
 
     def _refuse_resume(self) -> None:
         store = self._store

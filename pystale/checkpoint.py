@@ -1,7 +1,9 @@
 """Checkpoints: a directory that holds groups of rollout states and a document, whole or not at all.
 
-The format, schema version 1
+The format, schema version 2
 ----------------------------
+Version 1 had no external references (``refs`` and ``$ref``); otherwise it is the same, and is read as well.
+
 A checkpoint is a directory with these files. All text is ASCII, all JSON is strict (no duplicate keys, no NaN).
 
 ``checkpoint.json``
@@ -10,7 +12,7 @@ A checkpoint is a directory with these files. All text is ASCII, all JSON is str
     ``format``
         The string ``pystale-checkpoint``.
     ``schema_version``
-        1.
+        2.
     ``library_version``
         Version of pystale that wrote it, for people.
     ``sha256``
@@ -25,7 +27,8 @@ A checkpoint is a directory with these files. All text is ASCII, all JSON is str
         What the caller of :meth:`CheckpointWriter.commit` wanted kept: an object, encoded as below but without columns.
 
 ``groups-TOKEN-NNNNN.jsonl``
-    One line per group, each ended by a line feed: ``{"header": {...}, "fields": {...}}``. The header is the caller's.
+    One line per group, each ended by a line feed: ``{"header": {...}, "fields": {...}}``, and ``"refs": [...]`` where
+    the group has external references. The header is the caller's.
     ``fields`` maps names of :class:`~pystale.RolloutState` fields to one of
 
     - a list of encoded values, one per member of the group,
@@ -34,7 +37,7 @@ A checkpoint is a directory with these files. All text is ASCII, all JSON is str
 
     ``status`` is always there, always a list, and its plain strings are names of :class:`~pystale.Status`. Any other
     field that is not there has its default for every member: ``{}`` for ``extra_fields``, 0 for ``seq_staleness`` and
-    ``rerolls``, otherwise None.
+    ``rerolls``, otherwise None. ``refs`` lists the encoded values that stand for external references.
 
 ``arrays-TOKEN-NNNNN.safetensors``
     Columns of the shard, in the safetensors format (little-endian). The tensor ``field:kind`` holds the values of all
@@ -48,7 +51,8 @@ Encoded values
     one key begins with ``$`` is one of
 
     ============================  =====================================================================================
-    ``{"$column": kind}``         the next entry of column ``field:kind``, of the field (or ``header``) it stands in
+    ``{"$column": kind}``         the next entry of column ``field:kind``, of the field (``header``, ``refs``) it is in
+    ``{"$ref": n}``               the external reference that the entry `n` of ``refs`` stands for, counted from 0
     ``{"$tuple": [...]}``         a tuple
     ``{"$dict": [[k, v], ...]}``  a dict with any keys, in order
     ``{"$int": "-0x..."}``        an integer beyond 64 bits
@@ -108,6 +112,7 @@ from safetensors.numpy import save as save_tensors
 from pystale.columns import ColumnReader, Columns, Malformed
 from pystale.payload import (
     EncodedGroup,
+    LoadRef,
     decode_document,
     decode_group,
     dump_json,
@@ -123,7 +128,7 @@ logger = logging.getLogger("pystale")
 
 DOCUMENT = "checkpoint.json"
 FORMAT = "pystale-checkpoint"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # A shard is written when it holds this much. Small enough that no step of writing or reading it keeps other threads
 # waiting for long, large enough that a file and its fsync are not the cost.
@@ -213,6 +218,8 @@ class CheckpointWriter:
     def add_encoded(self, group: EncodedGroup) -> None:
         """Add a group that :func:`encode_group` encoded earlier."""
         self._require_open()
+        if group.references:
+            raise ValueError("the group has external references that are not written; call its dump_references first")
         self._lines.append(group.line)
         self._columns.extend(group.entries)
         self._nbytes += group.nbytes
@@ -320,7 +327,7 @@ class CheckpointWriter:
 
 
 def read_checkpoint(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str], load_ref: LoadRef | None = None
 ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
     """Read the checkpoint of a directory.
 
@@ -331,6 +338,8 @@ def read_checkpoint(
     ----------
     directory : str or PathLike
         Where :class:`CheckpointWriter` wrote.
+    load_ref : callable, optional
+        Makes an external reference of what ``dump_ref`` made of it; called only once all of a shard is checked.
 
     Returns
     -------
@@ -349,7 +358,7 @@ def read_checkpoint(
     while True:
         try:
             with collector_paused():
-                return _load(path, raw)
+                return _load(path, raw, load_ref)
         except CheckpointError:
             now = _read(path)
             if now == raw:
@@ -408,7 +417,9 @@ def _files_of(tensors: Iterable[tuple[str, "np.ndarray[Any, Any]"]]) -> Iterator
         yield content
 
 
-def _load(path: Path, raw: bytes) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
+def _load(
+    path: Path, raw: bytes, load_ref: LoadRef | None
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
     try:
         content = _parse_document(raw)
         document = decode_document(content["document"])
@@ -416,7 +427,7 @@ def _load(path: Path, raw: bytes) -> tuple[dict[str, Any], list[tuple[dict[str, 
         raise CheckpointError(f"{path}: {fault}") from None
     groups: list[tuple[dict[str, Any], list[RolloutState]]] = []
     for shard in content["shards"]:
-        groups.extend(_load_shard(path.parent, shard))
+        groups.extend(_load_shard(path.parent, shard, load_ref))
     if len(groups) != content["groups"]:
         raise CheckpointError(f"{path}: says {content['groups']} groups, its shards hold {len(groups)}")
     return document, groups
@@ -470,7 +481,9 @@ def _check_shard(shard: Any, seen: set[str]) -> None:
             raise Malformed(f"has no valid size and sha256 for {name}")
 
 
-def _load_shard(directory: Path, shard: dict[str, Any]) -> list[tuple[dict[str, Any], list[RolloutState]]]:
+def _load_shard(
+    directory: Path, shard: dict[str, Any], load_ref: LoadRef | None
+) -> list[tuple[dict[str, Any], list[RolloutState]]]:
     parts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for file in shard["arrays"]:
         path = directory / file["name"]
@@ -493,7 +506,7 @@ def _load_shard(directory: Path, shard: dict[str, Any]) -> list[tuple[dict[str, 
         columns = ColumnReader({name: known[0] if len(known) == 1 else np.concatenate(known)
                                 for name, known in parts.items()})  # fmt: skip
         for line in lines:
-            groups.append(decode_group(line, columns))
+            groups.append(decode_group(line, columns, load_ref))
         columns.finish()
     except Malformed as fault:
         arrays = " and ".join(file["name"] for file in shard["arrays"][:1])

@@ -220,7 +220,7 @@ class ColumnReader:
                     raise Malformed(f"tensor {name!r:.80} has no values")
                 continue
             field, _, kind = name.partition(":")
-            if field != "header" and field not in FIELDS:
+            if field not in ("header", "refs") and field not in FIELDS:
                 raise Malformed(f"tensor {name!r:.80} belongs to no field")
             try:
                 self._columns[field, kind] = Column(kind, values, tensors.get(name + ":shapes"))

@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -21,7 +21,9 @@ from pystale.columns import FIELDS, LIST_STRIDE, Array, ColumnReader, Entries, M
 from pystale.state import RolloutState, Status
 
 __all__ = [
+    "DumpRef",
     "EncodedGroup",
+    "LoadRef",
     "decode_document",
     "decode_group",
     "dump_json",
@@ -71,6 +73,10 @@ _FIELDS = [(name, _ALLOWED.get(name), _LEFT_OUT[name]) for name in FIELDS if nam
 _values_of = attrgetter(*(name for name, _, _ in _FIELDS))
 
 
+DumpRef = Callable[[Any], Any]
+LoadRef = Callable[[Any], Any]
+
+
 class _Unstorable(Exception):
     """A value that cannot be written, and where it is."""
 
@@ -95,31 +101,92 @@ class EncodedGroup:
         What the line takes from columns.
     nbytes : int
         Bytes held, for deciding when a shard is full.
+    references : list of (value, str)
+        External references that :meth:`dump_references` has to write before the group is whole, and where they are.
     """
 
-    __slots__ = ("entries", "line", "nbytes")
+    __slots__ = ("entries", "line", "nbytes", "references")
 
-    def __init__(self, line: bytes, entries: Entries) -> None:
+    def __init__(self, line: bytes, entries: Entries, references: "list[tuple[Any, str]]") -> None:
         self.line = line
         self.entries = entries
-        self.nbytes = len(line) + sum(sum(map(len, pieces)) + 8 * len(shapes) for pieces, shapes in entries.values())
+        self.references = references
+        self.nbytes = _nbytes(line, entries)
+
+    def dump_references(self, dump_ref: DumpRef) -> "EncodedGroup":
+        """Write what `dump_ref` makes of the external references; does nothing where there are none.
+
+        Raises
+        ------
+        TypeError
+            Where it gives None or what cannot be written, naming field, rollout_id and type.
+        """
+        if not self.references:
+            return self
+        encoder = _Encoder("refs", self.entries)
+        dumped = []
+        for value, where in self.references:
+            stand_in = dump_ref(value)
+            if stand_in is None:
+                raise TypeError(f"{where} is a {_name(type(value))}, which dump_ref gave nothing to write for")
+            try:
+                dumped.append(encoder.value(stand_in))
+            except _Unstorable as fault:
+                raise TypeError(
+                    f"{where} is a {_name(type(value))}; what dump_ref made of it{fault.where} {fault.what}"
+                ) from None
+        self.line = self.line[:-1] + b',"refs":' + dump_json(dumped) + b"}"
+        self.references = []
+        self.nbytes = _nbytes(self.line, self.entries)
+        return self
+
+
+def _nbytes(line: bytes, entries: Entries) -> int:
+    return len(line) + sum(sum(map(len, pieces)) + 8 * len(shapes) for pieces, shapes in entries.values())
+
+
+class _References:
+    """External references of one group: each object once, however many members hold it."""
+
+    __slots__ = ("found", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.found: list[tuple[Any, str, Any, int]] = []
+
+    def number(self, value: Any, field: str, path: Any, member: int) -> int:
+        number = self.numbers.setdefault(id(value), len(self.found))
+        if number == len(self.found):
+            self.found.append((value, field, path, member))
+        return number
+
+    def located(self, states: Sequence[RolloutState]) -> list[tuple[Any, str]]:
+        return [
+            (value, f"{field}{_Unstorable(path, '').where} of rollout_id {_shown(states[member].rollout_id)}")
+            for value, field, path, member in self.found
+        ]
 
 
 class _Encoder:
-    """Turns values into JSON, and puts arrays aside for the field at hand; without `entries`, refuses them."""
+    """Turns values into JSON, and puts arrays aside for the field at hand; without `entries`, refuses them.
 
-    __slots__ = ("count", "entries", "field", "references")
+    With `references`, puts aside what cannot be written, too.
+    """
+
+    __slots__ = ("count", "entries", "field", "kinds", "member", "references")
 
     def __init__(self, field: str, entries: Entries | None) -> None:
         self.entries = entries
         self.field = field
-        self.references: dict[str, dict[str, str]] = {}
+        self.references: _References | None = None
+        self.kinds: dict[str, dict[str, str]] = {}
         self.count = 0
+        self.member = 0
 
     def members(self, field: str, values: Sequence[Any], kinds: set[type]) -> Any:
         """What stands for the values of all members in a field, given their types."""
         self.field = field
-        self.count = 0
+        self.count = self.member = 0
         first = values[0]
         if kinds <= _PLAIN or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
             same = len(kinds) == 1 and len(values) > 1 and values.count(first) == len(values)
@@ -130,11 +197,10 @@ class _Encoder:
         encoded: list[Any] = []
         try:
             encoded.append(self.value(first))
-            # One by one, so that its length tells who failed.
-            for value in values[1:]:
+            for self.member, value in enumerate(values[1:], 1):
                 encoded.append(encoded[0] if value is first and not self.count else self.value(value))
         except _Unstorable as fault:
-            fault.member = len(encoded)
+            fault.member = self.member
             raise
         one = encoded[0]
         if len(values) > 1 and all(item is one for item in encoded):
@@ -184,11 +250,13 @@ class _Encoder:
         scalar = scalar_kind(kind)
         if scalar is not None:
             return self.entry(scalar, [value.tobytes()], ())
+        if self.references is not None:
+            return {"$ref": self.references.number(value, self.field, path, self.member)}
         raise _Unstorable(
             path,
             f"is a {_name(kind)}, which a checkpoint cannot hold; allowed are None, bool, int, float, str, bytes, "
             "list, tuple, dict, Status, ModelSteps, and NumPy arrays and scalars of integers, floats or bools, exactly "
-            "these types",
+            "these types; dump_ref and load_ref of the buffer write others",
         )
 
     def container(self, value: Any, kind: type, path: Any, depth: int) -> Any:
@@ -233,7 +301,7 @@ class _Encoder:
         column[0].extend(pieces)
         column[1].extend(shape)
         # The same object for the same kind, so that members are compared by identity.
-        return self.references.setdefault(kind, {"$column": kind})
+        return self.kinds.setdefault(kind, {"$column": kind})
 
 
 def _shown(value: Any) -> str:
@@ -282,7 +350,7 @@ def dump_json(value: Any) -> bytes:
     return _dumps(value).encode("ascii")
 
 
-def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> EncodedGroup:
+def encode_group(header: dict[str, Any], states: Sequence[RolloutState], *, references: bool = False) -> EncodedGroup:
     """Copy a group out of its states.
 
     Parameters
@@ -291,6 +359,9 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> Enco
         What the caller wants to know about the group; any storable value.
     states : sequence of RolloutState
         The members, at least one. They are only read.
+    references : bool, default False
+        Take objects of other types for external references, and put them aside for
+        :meth:`EncodedGroup.dump_references`. They may stand in fields that pystale does not compute with.
 
     Raises
     ------
@@ -319,6 +390,7 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> Enco
         encoded_header = encoder.value(header)
     except _Unstorable as fault:
         raise TypeError(f"header{fault.where} {fault.what}") from None
+    external = encoder.references = _References() if references else None
     statuses = [state.status for state in states]
     _check("status", statuses, set(map(type, statuses)), states)
     fields: dict[str, Any] = {
@@ -335,7 +407,8 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState]) -> Enco
         except _Unstorable as fault:
             who = states[fault.member].rollout_id
             raise TypeError(f"{name}{fault.where} of rollout_id {_shown(who)} {fault.what}") from None
-    return EncodedGroup(dump_json({"header": encoded_header, "fields": fields}), entries)
+    line = dump_json({"header": encoded_header, "fields": fields})
+    return EncodedGroup(line, entries, [] if external is None else external.located(states))
 
 
 def _check(name: str, values: Sequence[Any], kinds: set[type], states: Sequence[RolloutState]) -> None:
@@ -372,11 +445,12 @@ def encode_document(document: dict[str, Any]) -> Any:
 class _Decoder:
     """Turns JSON back into values, for the field at hand."""
 
-    __slots__ = ("columns", "field")
+    __slots__ = ("columns", "field", "references")
 
     def __init__(self, field: str, columns: ColumnReader | None) -> None:
         self.columns = columns
         self.field = field
+        self.references: list[Any] = []
 
     def members(self, content: Any, count: int) -> list[Any]:
         """Values of all members."""
@@ -413,6 +487,8 @@ class _Decoder:
             if self.columns is None:
                 raise Malformed("names a column, which only groups have")
             return self.columns.column(self.field, content).take()[0]
+        if tag == "$ref" and type(content) is int and 0 <= content < len(self.references):
+            return self.references[content]
         if tag == "$tuple" and type(content) is list:
             return tuple([self.value(item, depth + 1) for item in content])
         if tag == "$dict" and type(content) is list:
@@ -489,8 +565,10 @@ def decode_document(raw: Any) -> dict[str, Any]:
     return document
 
 
-def decode_group(line: bytes, columns: ColumnReader) -> tuple[dict[str, Any], list[RolloutState]]:
-    """Header and members of the next group of a shard.
+def decode_group(
+    line: bytes, columns: ColumnReader, load_ref: LoadRef | None = None
+) -> tuple[dict[str, Any], list[RolloutState]]:
+    """Header and members of the next group of a shard; `load_ref` turns stand-ins into external references.
 
     Raises
     ------
@@ -498,10 +576,13 @@ def decode_group(line: bytes, columns: ColumnReader) -> tuple[dict[str, Any], li
         Naming the field.
     """
     raw = parse_json(line)
-    if type(raw) is not dict or raw.keys() != {"header", "fields"} or type(raw["fields"]) is not dict:
+    if type(raw) is not dict or raw.keys() - {"refs"} != {"header", "fields"} or type(raw["fields"]) is not dict:
         raise Malformed("is not an object of header and fields")
-    decoder = _Decoder("header", columns)
+    decoder = _Decoder("refs", columns)
     try:
+        if "refs" in raw:
+            decoder.references = _loaded(decoder.value(raw["refs"]), load_ref)
+        decoder.field = "header"
         header = decoder.value(raw["header"])
         if type(header) is not dict:
             raise Malformed("is not a dict")
@@ -521,6 +602,14 @@ def decode_group(line: bytes, columns: ColumnReader) -> tuple[dict[str, Any], li
     except Malformed as fault:
         raise Malformed(f"{decoder.field:.80} {fault}") from None
     return header, [RolloutState(**dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
+
+
+def _loaded(stand_ins: Any, load_ref: LoadRef | None) -> list[Any]:
+    if type(stand_ins) is not list or not stand_ins:
+        raise Malformed("is not a list")
+    if load_ref is None:
+        raise Malformed("names external references; make the buffer with the load_ref that reads them")
+    return [load_ref(stand_in) for stand_in in stand_ins]
 
 
 def _status(name: str) -> Status:

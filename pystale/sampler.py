@@ -128,8 +128,16 @@ class PromptSampler:
         again = self._again.keys() | {self._checked_number(number) for number in in_flight}
         return {"version": 1, "drawn": self._drawn, "again": sorted(again)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], finished: Iterable[Any] = ()) -> None:
         """Continue where :meth:`state_dict` was taken, over the same prompts.
+
+        Parameters
+        ----------
+        state : mapping
+            What :meth:`state_dict` gave.
+        finished : iterable, optional
+            Ids of groups that came to the buffer after that: what a journal knows, ``Resumed.finished``. They are not
+            drawn again; the prompts drawn before the last of them that never came are.
 
         Raises
         ------
@@ -140,6 +148,10 @@ class PromptSampler:
         if self._drawn or self._again:
             raise ValueError(f"this sampler has drawn {self._drawn} prompts; load into a new one")
         drawn, again = _checked_state(state)
+        known = {number for number in finished if type(number) is int and number >= 0}
+        last = max(known, default=-1) + 1
+        again = sorted({*again, *range(drawn, last)} - known)
+        drawn = max(drawn, last)
         rest, kept = self._rest, {}
         if _indexable(self._prompts):
             total = len(self._prompts)

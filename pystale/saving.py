@@ -1,14 +1,19 @@
 """What of a store goes into a checkpoint, and how it is taken down while the store changes."""
 
+import copy
+import hashlib
 import os
+import secrets
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pystale.checkpoint import (
+    DOCUMENT,
     CheckpointError,
     CheckpointWriter,
     EncodedGroup,
@@ -16,20 +21,49 @@ from pystale.checkpoint import (
     encode_group,
     read_checkpoint,
 )
-from pystale.group import AGEING, read_group
+from pystale.group import AGEING, Arriving, read_group
+from pystale.history import Player
+from pystale.journal import Journal, Reading
 from pystale.ledger import Ledger
+from pystale.payload import DumpRef, LoadRef, dump_json, encode_document
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, copy_state
-from pystale.store import Record, Store, Ticket
+from pystale.store import Record, Store
+from pystale.ticket import ForeignCopy, Ticket
 
-__all__ = ["SaveJob", "load"]
+__all__ = ["Resumed", "SaveJob", "encode_arriving", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a buffer was resumed from.
+
+    Attributes
+    ----------
+    extra : dict
+        What ``save`` was given to keep; empty without a checkpoint.
+    in_flight : dict of str to list
+        By task, ids of the groups that were handed out when the checkpoint was made. They are stored again, but for
+        those in `finished`.
+    finished : dict of str to list
+        By task, ids of the groups that came to the buffer after the checkpoint, according to the journal: whatever
+        became of them, their prompts are not to be drawn again.
+    taken : dict of str to list
+        By task and in order, ids of the groups taken for training after the checkpoint. They are not in the buffer.
+    """
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    in_flight: dict[str, list[Any]] = field(default_factory=dict)
+    finished: dict[str, list[Any]] = field(default_factory=dict)
+    taken: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class SaveJob:
     """One save: the store as it was when the job was made.
 
     Records are written one by one on a worker thread. Before a record changes, :meth:`preserve` keeps it as it is; so
-    nothing has to be copied at the start, and nothing waits for the disk.
+    nothing has to be copied at the start, and nothing waits for the disk. What is handed out is written as it was then,
+    and will be stored again in the pool it came from.
 
     Parameters
     ----------
@@ -39,20 +73,42 @@ class SaveJob:
         Read here, under `lock`, which the caller holds.
     lock : threading.Lock
         The buffer's mutex.
+    dump_ref : callable, optional
+        Writes external references. Never called under the mutex.
+    journal : Journal, optional
+        Goes on in a new segment, and loses the old ones once the checkpoint is on disk.
+    extra : mapping, optional
+        Kept with the checkpoint.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], store: Store, lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        store: Store,
+        lock: threading.Lock,
+        dump_ref: DumpRef | None = None,
+        journal: Journal | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         self._directory = directory
         self._lock = lock
-        self._remaining = dict(store.records)
+        self._dump_ref = dump_ref
+        self._journal = journal
+        # By arrival: a record that is claimed has no number in the index.
+        self._remaining = {record.arrival: record for record in store.records.values()} | store.claimed
+        self._lent = [ticket for ticket in reversed(store.tickets.values()) if ticket.states]
         self._writing: Record | None = None
         self._cancelled = False
-        self._document = {
+        ledger = store.ledger.as_dict()
+        ledger["stored"] += ledger["in_flight"]
+        self._document: dict[str, Any] = {
+            "id": secrets.token_hex(16),
             "order": store.order.value,
             "train_step": store.train_step,
             "arrivals": store.arrivals,
             "own_group_ids": store.own_group_ids,
-            "ledger": {**store.ledger.as_dict(), "discarded": dict(store.ledger.discarded)},
+            "ledger": {**ledger, "in_flight": 0, "discarded": dict(ledger["discarded"])},
+            # Handed out by an earlier process, and known by their place alone.
             "handed_out": [
                 {
                     "task": t.task.name,
@@ -62,8 +118,13 @@ class SaveJob:
                     "rerolls": t.rerolls,
                 }
                 for t in store.tickets.values()
+                if not t.states
             ],
+            "extra": dict(extra or {}),
         }
+        self._position = None if journal is None else journal.rotate()
+        if journal is not None and self._position is not None:
+            self._document["journal"] = {"id": journal.id, "segment": self._position.segment}
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -75,38 +136,44 @@ class SaveJob:
         What leaves may be changed to its last token, so then everything is copied; and what was kept earlier too, as
         it shares the tokens of members that have not changed.
         """
-        writing = self._writing is not None and self._writing.number == record.number
-        kept = self._writing if writing else self._remaining.get(record.number)
+        writing = self._writing is not None and self._writing.arrival == record.arrival
+        kept = self._writing if writing else self._remaining.get(record.arrival)
         if kept is None or (kept is not record and not leaving):
             return
         if writing:
             self._writing = None
         states = [copy_state(state, deep=leaving) for state in kept.states]
-        self._remaining[record.number] = replace(kept, states=states)
+        self._remaining[record.arrival] = replace(kept, states=states)
 
     def run(self) -> None:
         """Write the checkpoint. Blocks; runs on a thread of its own."""
         writer = CheckpointWriter(self._directory)
         try:
             while (group := self._next()) is not None:
-                writer.add_encoded(group)
+                writer.add_encoded(self._dumped(group))
             if self._cancelled:
                 writer.abort()
                 return
-            writer.commit(self._document)
+            if self._journal is None or self._position is None:
+                writer.commit(self._document)
+            elif not self._journal.commit(self._position, self._directory, lambda: writer.commit(self._document)):
+                writer.abort()
         except BaseException:
             writer.abort()
             raise
+
+    def _dumped(self, group: EncodedGroup) -> EncodedGroup:
+        return group if self._dump_ref is None else group.dump_references(self._dump_ref)
 
     def _next(self) -> EncodedGroup | None:
         while not self._cancelled:
             with self._lock:
                 if not self._remaining:
-                    return None
+                    break
                 record = self._writing = self._remaining.pop(next(iter(self._remaining)))
             failure = encoded = None
             try:
-                encoded = encode(record)
+                encoded = encode(record, self._dump_ref)
             except Exception as error:
                 failure = error
             with self._lock:
@@ -116,6 +183,8 @@ class SaveJob:
                     if failure is not None:
                         raise failure
                     return encoded
+        if self._lent and not self._cancelled:
+            return encode(self._lent.pop(), self._dump_ref)
         return None
 
 
@@ -124,36 +193,132 @@ def _plain(group_id: Any) -> Any:
     return int(group_id) if isinstance(group_id, np.integer) else group_id
 
 
-def encode(record: Record) -> EncodedGroup:
+def encode(group: Record | Ticket, dump_ref: DumpRef | None) -> EncodedGroup:
+    """A group as a checkpoint holds it, its external references to be written later."""
     header = {
-        "task": record.task.name,
-        "group_id": _plain(record.group_id),
-        "status": record.status.name,
-        "arrival": record.arrival,
-        "key": record.key,
-        "rerolls": record.rerolls,
+        "task": group.task.name,
+        "group_id": _plain(group.group_id),
+        "status": group.status.name,
+        "arrival": group.arrival,
+        "key": group.key,
+        "rerolls": group.rerolls,
     }
-    return encode_group(header, record.states)
+    if isinstance(group, Ticket):
+        for position, state in enumerate(group.states):
+            if isinstance(state, ForeignCopy):
+                raise TypeError(
+                    f"member {position} of group {group.group_id!r}, which is handed out, is a {state.kind.__name__}; "
+                    "a checkpoint holds RolloutState objects only"
+                )
+        header["in_flight"] = True
+        # It is going to be handed out again, and counted then.
+        header["rerolls"] -= group.status is Status.EXPIRED
+    return encode_group(header, group.states, references=dump_ref is not None)
 
 
-def load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> Store:
-    """Store that a checkpoint describes.
+def encode_arriving(arriving: Arriving, dump_ref: DumpRef | None) -> EncodedGroup:
+    """A group that is about to be put, with its steps stamped, as the journal holds it.
+
+    Raises
+    ------
+    TypeError
+        For a payload that cannot be written, naming field and type.
+    """
+    states = []
+    for state, steps in zip(arriving.states, arriving.steps, strict=True):
+        if steps is not state.response_model_steps:
+            state = copy.copy(state)
+            state.response_model_steps = steps
+        states.append(state)
+    encoded = encode_group({}, states, references=dump_ref is not None)
+    return encoded if dump_ref is None else encoded.dump_references(dump_ref)
+
+
+def load(
+    directory: str | os.PathLike[str] | None,
+    new_store: Callable[[], Store],
+    *,
+    load_ref: LoadRef | None = None,
+    journal: Journal | None = None,
+    undo_takes: bool = False,
+) -> tuple[Store, Resumed, Reading | None]:
+    """Store that a checkpoint and the journal after it describe.
+
+    Parameters
+    ----------
+    directory : path or None
+        The checkpoint. With a journal it may be None, or hold no checkpoint: then all is in the journal.
+    new_store : callable
+        Makes an empty store.
+    load_ref : callable, optional
+        Reads external references.
+    journal : Journal, optional
+        Played back after the checkpoint.
+    undo_takes : bool
+        Store again what was taken for training after the checkpoint.
+
+    Returns
+    -------
+    Store, Resumed, Reading or None
+        The reading is of the journal, and is to be finished when the store is in place.
 
     Raises
     ------
     CheckpointError
         If the files, or what they say, cannot be right.
     ValueError
-        If the checkpoint is fine but does not fit the buffer's order or tasks.
+        If they are fine but do not fit the buffer's order or tasks, or each other.
     """
+    if journal is None and directory is None:
+        raise ValueError("resume(None) resumes from the journal alone, and this buffer has none; name the checkpoint")
     # Everything made here lives on; the collector would walk all of it again and again, stopping every thread.
     with collector_paused():
-        return _load(directory, new_store)
+        return _load(directory, new_store(), load_ref, journal, undo_takes)
 
 
-def _load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> Store:
-    document, groups = read_checkpoint(directory)
-    store = new_store()
+def _load(
+    directory: str | os.PathLike[str] | None,
+    store: Store,
+    load_ref: LoadRef | None,
+    journal: Journal | None,
+    undo_takes: bool,
+) -> tuple[Store, Resumed, Reading | None]:
+    resumed = Resumed()
+    place = identity = None
+    if directory is not None and (journal is None or Path(directory, DOCUMENT).exists()):
+        document, groups = read_checkpoint(directory, load_ref)
+        _load_checkpoint(store, directory, document, groups)
+        extra = document.get("extra", {})
+        resumed = Resumed(extra if isinstance(extra, dict) else {})
+        for header, _ in groups:
+            if header.get("in_flight"):
+                resumed.in_flight.setdefault(header["task"], []).append(header["group_id"])
+        identity = document.get("id") or hashlib.sha256(dump_json(encode_document(document))).hexdigest()
+        place = _journal_place(directory, document)
+    if journal is None:
+        return store, resumed, None
+    reading = journal.read(place, identity, load_ref)
+    player = Player(store)
+    player.play(reading)
+    if undo_takes:
+        player.undo_takes()
+    resumed.finished.update({task: list(ids) for task, ids in player.finished.items()})
+    resumed.taken.update(player.taken())
+    return store, resumed, reading
+
+
+def _journal_place(directory: str | os.PathLike[str], document: dict[str, Any]) -> dict[str, Any] | None:
+    place = document.get("journal")
+    if place is None:
+        return None
+    if not isinstance(place, dict) or type(place.get("id")) is not str or type(place.get("segment")) is not int:
+        raise CheckpointError(f"checkpoint in {os.fspath(directory)!r} contradicts itself: journal is {place!r:.80}")
+    return place
+
+
+def _load_checkpoint(
+    store: Store, directory: str | os.PathLike[str], document: dict[str, Any], groups: list[tuple[dict[str, Any], Any]]
+) -> None:
     if document.get("order") != store.order.value:
         raise ValueError(
             f"the checkpoint in {os.fspath(directory)!r} is ordered {document.get('order')}, "
@@ -172,12 +337,14 @@ def _load(directory: str | os.PathLike[str], new_store: Callable[[], Store]) -> 
             name = (_text(ticket, "task"), ticket.get("group_id"))
             if name in store.tickets or name in store.numbers:
                 raise ValueError(f"group {name[1]!r} of task {name[0]!r} is listed twice")
-            store.tickets[name] = Ticket(store.task(name[0]), name[1], *_place(ticket), held=[])
+            arrival, key, rerolls = _place(ticket)
+            store.tickets[name] = Ticket(
+                store.task(name[0]), name[1], Status.ABORTED, arrival, key, rerolls, states=[], held=[]
+            )
         stored = sum(record.tokens for record in store.records.values())
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"checkpoint in {os.fspath(directory)!r} contradicts itself: {error}") from None
-    return store
 
 
 def _restore(store: Store, header: dict[str, Any], states: list[Any]) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pystale._core import StalenessIndex
-from pystale._objects import Member, ModelSteps, trainable_mask
+from pystale._objects import Member, trainable_mask
 from pystale.disposal import Cleared
 from pystale.group import AGEING, Arriving, Group
+from pystale.history import Changes
 from pystale.ledger import Ledger
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
+from pystale.ticket import Copy, Ticket, begins_with
 
-__all__ = ["Record", "Store", "Task", "status_bits", "write_masks"]
+__all__ = ["Record", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
 
 # What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
 Taken = tuple[Any, int]
@@ -72,29 +72,6 @@ class Record:
         return sum(member.tokens for member in self.members)
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A group that was handed out and may come back."""
-
-    task: Task
-    group_id: Any
-    arrival: int
-    key: int | None
-    rerolls: int
-    held: list[tuple[int, Any]]  # per member: response tokens, and a copy of the tokens of an unfinished one
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for tokens, _ in self.held)
-
-    def remember(self, states: Group) -> None:
-        """Copy the tokens that may be continued. As long as they are, and so not made under the buffer's mutex."""
-        self.held = [
-            (tokens, None if as_status(state.status) is Status.COMPLETED else _tokens_of(state))
-            for state, (tokens, _) in zip(states, self.held, strict=True)
-        ]
-
-
 class Store:
     """Groups, their index, what is handed out, and the account of tokens."""
 
@@ -115,6 +92,7 @@ class Store:
         self.tasks: dict[str, Task] = {}
         self.records: dict[int, Record] = {}
         self.numbers: dict[tuple[str, Any], int] = {}  # (task, group id) -> id in the index
+        self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets: dict[tuple[str, Any], Ticket] = {}
         self.ledger = Ledger()
         self.train_step: int | None = None  # the latest T of a put, refresh or take
@@ -122,6 +100,7 @@ class Store:
         self.own_group_ids = 0
         # Told of a record about to change, and whether it is handed out.
         self.before_change: Callable[[Record, bool], None] | None = None
+        self.changes: Changes | None = None  # told what was done, where a journal is kept
 
     # Settings
 
@@ -180,19 +159,18 @@ class Store:
         status = group_status(arriving.statuses)
         if group_id is None:
             group_id = self._own_group_id(arriving.task_name)
-        rerolls = arriving.rerolls if ticket is None else ticket.rerolls
         now = self.train_step if train_step is None else train_step
-        # First of all, as a state may refuse: then nothing has changed.
-        self._write(arriving, group_id, rerolls, now)
-        record = self.record(
+        record = self.admit(
             arriving,
             group_id,
             status,
             self.arrivals if ticket is None else ticket.arrival,
             self._key(arriving, ticket),
-            rerolls,
+            arriving.rerolls if ticket is None else ticket.rerolls,
+            now,
         )
-        self.insert(record, arriving.statuses)
+        if self.changes is not None:
+            self.changes.put(record, returned=ticket is not None and bool(ticket.states))
         self.train_step = now
         tokens = record.tokens
         if ticket is None:
@@ -211,6 +189,28 @@ class Store:
         if expired:
             self._expire(record, expired, cleared)
         return record.status
+
+    def admit(
+        self,
+        arriving: Arriving,
+        group_id: Any,
+        status: Status,
+        arrival: int,
+        key: int | None,
+        rerolls: int,
+        train_step: int | None,
+    ) -> Record:
+        """Enter a group that :meth:`read` accepted, and write to its states what that says of them.
+
+        Raises
+        ------
+        TypeError
+            When a state refuses to be written to. Nothing has changed then.
+        """
+        self._write(arriving, group_id, rerolls, train_step)
+        record = self.record(arriving, group_id, status, arrival, key, rerolls)
+        self.insert(record, arriving.statuses)
+        return record
 
     def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
         """Write to the states of a group what storing it says of them; all of it, or nothing when a state refuses.
@@ -288,7 +288,7 @@ class Store:
         for position, (tokens, begins) in enumerate(ticket.held):
             if position >= len(arriving.states):
                 self.ledger.discard("lost", tokens)
-            elif arriving.members[position].tokens >= tokens and _begins_with(arriving.states[position], begins):
+            elif arriving.members[position].tokens >= tokens and begins_with(arriving.states[position], begins):
                 self.ledger.produced -= tokens
             else:
                 self.ledger.discard("restarted", tokens)
@@ -321,7 +321,9 @@ class Store:
         self._announce(record, leaving=False)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
-            self._forget(record)
+            self.remove(record)
+            if self.changes is not None:
+                self.changes.leave(record)
             self.ledger.stored -= record.tokens
             self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
             record.status = Status.EXPIRED
@@ -329,6 +331,13 @@ class Store:
                 cleared.add(state, discard(state))
             return True
         entered = record.status is not Status.EXPIRED
+        self.reset_members(record, expired, cleared)
+        if self.changes is not None:
+            self.changes.expire(record, expired)
+        return entered
+
+    def reset_members(self, record: Record, expired: list[int], cleared: Cleared) -> None:
+        """Take the responses of the members at `expired` away; the group is EXPIRED."""
         record.status = Status.EXPIRED
         self.index.expire(record.number, expired, number_of(Status.EXPIRED))
         for position in expired:
@@ -339,7 +348,6 @@ class Store:
             self.ledger.discard("expired", member.tokens)
             record.members[position] = Member()
             cleared.add(state, reset(state))
-        return entered
 
     # Handing out
 
@@ -351,7 +359,10 @@ class Store:
         return self.index.count(task.number, number_of(status))
 
     def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
-        """Take the first `n` records of a pool, in order; their tokens are in flight."""
+        """Take the first `n` records of a pool, in order; their tokens are in flight.
+
+        They are claimed until :meth:`lend`, :meth:`train` or :meth:`give_back`.
+        """
         task = self.tasks.get(task_name)
         if task is None:
             return []
@@ -359,8 +370,9 @@ class Store:
         for number in self.index.first(task.number, number_of(status), n):
             record = self.records[number]
             self._announce(record, leaving=True)
-            self._forget(record)
-            self._write_staleness(record)
+            self.remove(record)
+            self.claimed[record.arrival] = record
+            self.write_staleness(record)
             self.ledger.stored -= record.tokens
             self.ledger.in_flight += record.tokens
             records.append(record)
@@ -368,18 +380,20 @@ class Store:
 
     def give_back(self, record: Record) -> None:
         """Store a record again that :meth:`hand_out` gave, as if it had never left."""
+        self.claimed.pop(record.arrival, None)
         self.insert(record, [as_status(state.status) for state in record.states])
         self.ledger.stored += record.tokens
         self.ledger.in_flight -= record.tokens
 
-    def lend(self, record: Record) -> Ticket:
-        """Remember a record handed out for continuation, so that it is known when it comes back."""
+    def lend(self, record: Record, copies: list[Copy]) -> Ticket:
+        """Remember a record handed out for continuation, of which these are copies."""
+        self._announce(record, leaving=True)
+        self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
-        held = [(member.tokens, None) for member in record.members]
-        ticket = Ticket(record.task, record.group_id, record.arrival, record.key, record.rerolls, held)
+        ticket = Ticket.of(record, copies)
         self.tickets[record.task.name, record.group_id] = ticket
         return ticket
 
@@ -400,17 +414,33 @@ class Store:
         return taken
 
     def train(self, record: Record, taken: list[Taken]) -> int:
-        """Book a record handed out as trained. Returns its tokens in the loss."""
-        trained = 0
-        self.ledger.in_flight -= record.tokens
-        for member, (_, ones) in zip(record.members, taken, strict=True):
-            self.ledger.train(member.tokens, member.trainable, ones)
-            trained += ones
+        """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
+        self._announce(record, leaving=True)
+        self.claimed.pop(record.arrival, None)
+        trained = self._book_training(record, taken, 1)
+        if self.changes is not None:
+            trainable = sum(member.trainable for member in record.members)
+            self.changes.take(record, (trained, trainable - trained, record.tokens - trainable))
         return trained
+
+    def untrain(self, record: Record, taken: list[Taken]) -> None:
+        """Store a record again that :meth:`train` booked, as if it had never left."""
+        self._book_training(record, taken, -1)
+        self.give_back(record)
+        if self.changes is not None:
+            self.changes.put(record, returned=False)
+
+    def _book_training(self, record: Record, taken: list[Taken], sign: int) -> int:
+        self.ledger.in_flight -= sign * record.tokens
+        for member, (_, ones) in zip(record.members, taken, strict=True):
+            self.ledger.train(sign * member.tokens, sign * member.trainable, sign * ones)
+        return sum(ones for _, ones in taken)
 
     def settle(self, arriving: Arriving, outcome: str) -> None:
         """Close the account of a group that was handed out and does not come back."""
         ticket = self.tickets.pop((arriving.task_name, arriving.group_id))
+        if self.changes is not None:
+            self.changes.settle(ticket)
         self._book_return(ticket, arriving)
         self._close(arriving, outcome)
 
@@ -421,6 +451,8 @@ class Store:
         if (arriving.task_name, arriving.group_id) in self.tickets:
             self.settle(arriving, outcome)
         else:
+            if self.changes is not None:
+                self.changes.finish(arriving.task_name, arriving.group_id)
             self.ledger.produced += arriving.tokens
             self._close(arriving, outcome)
         for state, status in zip(arriving.states, arriving.statuses, strict=True):
@@ -461,12 +493,12 @@ class Store:
         if self.before_change is not None:
             self.before_change(record, leaving)
 
-    def _forget(self, record: Record) -> None:
+    def remove(self, record: Record) -> None:
         self.index.remove(record.number)
         del self.records[record.number]
         del self.numbers[record.task.name, record.group_id]
 
-    def _write_staleness(self, record: Record) -> None:
+    def write_staleness(self, record: Record) -> None:
         if self.train_step is None:
             return
         for state, member in zip(record.states, record.members, strict=True):
@@ -474,9 +506,15 @@ class Store:
                 state.seq_staleness = member.seq_staleness(self.train_step)
 
 
-def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> None:
-    """Write the masks that records train with; all of them, or none when a state refuses."""
-    written = []
+def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> list[tuple[Any, Any]]:
+    """Write the masks that records train with; all of them, or none when a state refuses.
+
+    Returns
+    -------
+    list of (state, object)
+        The states written to, and the masks they had.
+    """
+    written: list[tuple[Any, Any]] = []
     try:
         for record, taken in zip(records, masks, strict=True):
             for state, (mask, _) in zip(record.states, taken, strict=True):
@@ -485,9 +523,15 @@ def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> None
                     state.response_mask = mask
                     written.append((state, old))
     except BaseException:
-        for state, old in written:
-            state.response_mask = old
+        unwrite_masks(written)
         raise
+    return written
+
+
+def unwrite_masks(written: Sequence[tuple[Any, Any]]) -> None:
+    """Undo :func:`write_masks`."""
+    for state, old in written:
+        state.response_mask = old
 
 
 def _shows_staleness(member: Member, status: Status) -> bool:
@@ -500,32 +544,6 @@ def _restore(state: Any, name: str, value: Any) -> None:
         delattr(state, name)
     else:
         setattr(state, name, value)
-
-
-def _tokens_of(state: Any) -> Any:
-    """Copy of a response's tokens, or of their steps where it has no ids; None when it has none."""
-    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    if tokens is None:
-        return None
-    if isinstance(tokens, (list, tuple, ModelSteps)):
-        return tokens[:]
-    return tokens.copy() if isinstance(tokens, np.ndarray) else _plain(tokens)
-
-
-def _plain(tokens: Any) -> list[Any]:
-    """Tokens as a list of their own. Not every container has ``copy``, and a slice of a tensor is a view."""
-    listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-    return listed if isinstance(listed, list) else [listed]
-
-
-def _begins_with(state: Any, begins: Any) -> bool:
-    if begins is None:
-        return True
-    tokens = state.response_model_steps if state.response_ids is None else state.response_ids
-    if tokens is None or not len(begins):
-        return len(begins) == 0
-    sliced = isinstance(tokens, (list, tuple, ModelSteps, np.ndarray))
-    return _plain(tokens[: len(begins)] if sliced else tokens)[: len(begins)] == _plain(begins)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:

@@ -371,10 +371,10 @@ def test_without_locks_only_the_replaced_checkpoint_is_deleted(saved: Path, monk
 def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = checkpoint._load_shard
 
-    def replace_first(directory: Path, shard: dict[str, Any]) -> Any:
+    def replace_first(directory: Path, shard: dict[str, Any], load_ref: Any) -> Any:
         monkeypatch.setattr(checkpoint, "_load_shard", genuine)
         write(saved, [group(1)], {"n": 2})
-        return genuine(directory, shard)
+        return genuine(directory, shard, load_ref)
 
     monkeypatch.setattr(checkpoint, "_load_shard", replace_first)
     assert read_checkpoint(saved)[0] == {"n": 2}
@@ -494,7 +494,7 @@ FILE = ("shards", 0, "lines")
     ("forgery", "said"),
     [
         (change("format", to="other"), "is not a checkpoint of pystale"),
-        (change("schema_version", to=2), "has schema version 2, this pystale reads up to 1"),
+        (change("schema_version", to=3), "has schema version 3, this pystale reads up to 2"),
         (change("schema_version", to=2**70), "has schema version"),
         (change("schema_version", to=0), "no valid schema_version: 0"),
         (change("schema_version", to=True), "no valid schema_version: True"),
