@@ -9,23 +9,37 @@ from pystale._objects import ModelSteps, effective_mask, has_trainable_token, re
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import CheckpointError
+from pystale.disaggregated import DisaggAgentLoopManager
+from pystale.manager import AgentLoopManager
 from pystale.metrics import off_policy_metrics
 from pystale.off_policy import OffPolicyAccumulator
 from pystale.policy import Order
-from pystale.producer import AsyncProduceStrategyConfig
+from pystale.producer import (
+    AsyncProduceStrategyConfig,
+    DisaggAsyncProduceStrategyConfig,
+    SyncProduceStrategyConfig,
+)
 from pystale.production import ProductionStalled
+from pystale.report import ProduceBatchStatus
+from pystale.result import ProduceBatchResult
 from pystale.sampler import PromptSampler, PromptsExhausted
 from pystale.staleness import StalenessRule
 from pystale.state import RolloutState, Status, group_status, update_sample_version
+from pystale.tasks import TaskSpec
 
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "AgentLoopManager",
     "AsyncProduceStrategyConfig",
     "CheckpointError",
+    "DisaggAgentLoopManager",
+    "DisaggAsyncProduceStrategyConfig",
     "ModelSteps",
     "OffPolicyAccumulator",
     "Order",
+    "ProduceBatchResult",
+    "ProduceBatchStatus",
     "ProductionStalled",
     "PromptSampler",
     "PromptsExhausted",
@@ -33,6 +47,8 @@ __all__ = [
     "RolloutState",
     "StalenessRule",
     "Status",
+    "SyncProduceStrategyConfig",
+    "TaskSpec",
     "TrainBatch",
     "build_info",
     "effective_mask",

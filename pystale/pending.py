@@ -3,10 +3,10 @@
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-__all__ = ["PendingTasks", "resolved", "to_the_end"]
+__all__ = ["PendingTasks", "all_ended", "ended", "resolved", "to_the_end", "together"]
 
 T = TypeVar("T")
 Work = TypeVar("Work")
@@ -46,6 +46,47 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is None:
         return task.result()
     raise cancelled from (None if task.cancelled() else task.exception())
+
+
+async def all_ended(tasks: "Sequence[asyncio.Task[Any]]", *, keep_going: bool = False) -> None:
+    """Wait until all tasks have ended, whatever happens: the first failure, or being cancelled, cancels the others.
+
+    Parameters
+    ----------
+    tasks : sequence of tasks
+        A task that somebody else cancels is no failure.
+    keep_going : bool, default False
+        Whether a failure leaves the others to their end, instead of cancelling them.
+
+    Raises
+    ------
+    BaseException
+        The caller's cancellation, else the first failure in the order of `tasks`.
+    """
+    cancelled: BaseException | None = None
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED if keep_going else asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError as error:
+        cancelled = error
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        cancelled = await ended(task) or cancelled
+    failures = [task.exception() for task in tasks if not task.cancelled()]
+    failure = next((error for error in failures if error is not None), None)
+    if cancelled is not None:
+        raise cancelled from failure
+    if failure is not None:
+        raise failure
+
+
+async def together(*work: Coroutine[Any, Any, None], keep_going: bool = False) -> None:
+    """Await several pieces of work at once, as :func:`all_ended` does; one alone in the caller's own task."""
+    if len(work) == 1:
+        await work[0]
+    else:
+        await all_ended([asyncio.ensure_future(piece) for piece in work], keep_going=keep_going)
 
 
 class PendingTasks(Generic[Work]):
@@ -93,7 +134,7 @@ class PendingTasks(Generic[Work]):
         return self._done.popleft() if self._done else None
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Until a piece can be claimed, nothing is pending, or `timeout` seconds have passed.
+        """Until a piece can be claimed, nothing is pending, :meth:`wake` is called, or `timeout` seconds have passed.
 
         Cancelling a wait takes nothing along.
         """
@@ -123,7 +164,7 @@ class PendingTasks(Generic[Work]):
         works = list(self._running.values())
         self._running.clear()
         self._done.extend(works)
-        self._wake()
+        self.wake()
         return works
 
     def _end(self, task: "asyncio.Task[None]") -> None:
@@ -131,9 +172,10 @@ class PendingTasks(Generic[Work]):
             task.exception()  # looked at, or asyncio reports an exception nobody retrieved
         if task in self._running:
             self._done.append(self._running.pop(task))
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End every wait that is under way, though nothing may have ended."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

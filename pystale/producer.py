@@ -1,26 +1,64 @@
 """Producing groups for training: what to generate, how much of it, when to stop, and what becomes of the results.
 
-The colocated producer works in rounds. A round draws groups, has an agent loop generate them all at once, puts what
-comes back into the buffer, and ends when the buffer holds a batch; what is still running then is paused, and put as far
-as it got. Generation and training alternate, so no work outlives a round.
+Three ways to share the time between generation and training:
+
+- Synchronous: generate a batch, train it, publish the weights.
+- Colocated and asynchronous: generation and training alternate too, but a round generates more than a batch, and what
+  is not finished when the batch is there is paused and kept. No work outlives a round.
+- Disaggregated: engines of their own generate in the background while the trainer trains. Work outlives rounds, and is
+  interrupted only to publish weights.
 """
 
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pystale.background import BackgroundLine
 from pystale.buffer import ReplayBuffer
-from pystale.production import ProduceReport, Round, ShouldContinue, oversampled, pools_to_draw_from
+from pystale.production import Line, ShouldContinue
+from pystale.progress import Progress
+from pystale.report import ProduceReport
 from pystale.rollout import AgentLoop, IsValidSample
+from pystale.rounds import run_round
 from pystale.sampler import Sampler
 from pystale.staleness import StalenessRule, checked_int
-from pystale.state import Status
 
-__all__ = ["AsyncProduceStrategy", "AsyncProduceStrategyConfig"]
+__all__ = [
+    "AsyncProduceStrategy",
+    "AsyncProduceStrategyConfig",
+    "DisaggAsyncProduceStrategy",
+    "DisaggAsyncProduceStrategyConfig",
+    "ProduceStrategy",
+    "SyncProduceStrategyConfig",
+]
 
 
-class AsyncProduceStrategyConfig(BaseModel):
+class _Settings(BaseModel):
+    """Settings that every way of producing has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    max_retries: int = Field(default=3, ge=0, lt=2**63)
+    is_valid_sample_fn: IsValidSample | None = None
+    should_continue_fn: ShouldContinue | None = None
+
+
+class AsynchronousSettings(_Settings):
+    """Settings of producers whose groups may be older than the weights they train; the same wherever these run."""
+
+    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    enable_partial_rollout: bool = False
+    max_staleness: int = Field(default=0, ge=0, lt=2**63)
+    max_token_staleness: int | None = Field(default=None, ge=0, lt=2**63)
+    tail_batch_trigger_size: int = Field(default=-1, ge=-1, lt=2**63)
+    spare_aborted: bool = False
+    max_rerolls: int | None = Field(default=None, ge=0, lt=2**63)
+
+
+class AsyncProduceStrategyConfig(AsynchronousSettings):
     """Settings of the colocated asynchronous producer.
 
     Parameters
@@ -58,19 +96,6 @@ class AsyncProduceStrategyConfig(BaseModel):
     6
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    enable_partial_rollout: bool = False
-    max_staleness: int = Field(default=0, ge=0, lt=2**63)
-    max_token_staleness: int | None = Field(default=None, ge=0, lt=2**63)
-    tail_batch_trigger_size: int = Field(default=-1, ge=-1, lt=2**63)
-    spare_aborted: bool = False
-    max_rerolls: int | None = Field(default=None, ge=0, lt=2**63)
-    max_retries: int = Field(default=3, ge=0, lt=2**63)
-    is_valid_sample_fn: IsValidSample | None = None
-    should_continue_fn: ShouldContinue | None = None
-
     def build(
         self, sync_weights_interval: int = 1, *, pause_repeat_s: float = 3.0, pause_limit_s: float = 60.0
     ) -> "AsyncProduceStrategy":
@@ -94,19 +119,79 @@ class AsyncProduceStrategyConfig(BaseModel):
         Warns
         -----
         UserWarning
-            Where the settings throw more away than one would expect; see :class:`AsyncProduceStrategy`.
+            Where the settings throw more away than one would expect; see :class:`ProduceStrategy`.
         """
         return AsyncProduceStrategy(self, sync_weights_interval, pause_repeat_s, pause_limit_s)
 
 
-class AsyncProduceStrategy:
-    """The colocated asynchronous producer; made by :meth:`AsyncProduceStrategyConfig.build`.
+class SyncProduceStrategyConfig(_Settings):
+    """Settings of the synchronous producer: generate exactly a batch, with the newest weights, and train all of it.
 
-    It holds no state between rounds, so one strategy may serve rounds of several tasks at once.
+    It is the colocated producer with ``max_staleness`` 0, no token rule, no oversampling, and expired groups discarded.
+
+    Parameters
+    ----------
+    max_retries, is_valid_sample_fn, should_continue_fn
+        See :class:`AsyncProduceStrategyConfig`.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        See :class:`AsyncProduceStrategyConfig`.
+
+    Examples
+    --------
+    >>> SyncProduceStrategyConfig().build().stale_threshold
+    1
+    """
+
+    def build(
+        self, sync_weights_interval: int = 1, *, pause_repeat_s: float = 3.0, pause_limit_s: float = 60.0
+    ) -> "AsyncProduceStrategy":
+        """See :meth:`AsyncProduceStrategyConfig.build`."""
+        config = AsyncProduceStrategyConfig(**dict(self))
+        return AsyncProduceStrategy(config, sync_weights_interval, pause_repeat_s, pause_limit_s)
+
+
+class DisaggAsyncProduceStrategyConfig(AsynchronousSettings):
+    """Settings of the disaggregated producer, which works in the background while the trainer trains.
+
+    Parameters
+    ----------
+    over_sample_threshold, enable_partial_rollout, max_staleness, max_token_staleness, tail_batch_trigger_size, \
+    spare_aborted, max_rerolls, max_retries, is_valid_sample_fn
+        See :class:`AsyncProduceStrategyConfig`. `max_staleness` also says how far production may run ahead.
+    should_continue_fn : callable, optional
+        ``should_continue_fn(completed_count, batch_size, **kwargs) -> bool``, plain or async. Both numbers count from
+        the beginning of the run: groups consumed and in the buffer, and groups wanted for all steps so far.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        See :class:`AsyncProduceStrategyConfig`.
+
+    Examples
+    --------
+    >>> strategy = DisaggAsyncProduceStrategyConfig(max_staleness=1).build(sync_weights_interval=2)
+    >>> strategy.stale_threshold, strategy.model_expired(4, 0), strategy.model_expired(5, 0)
+    (4, False, True)
+    """
+
+    def build(
+        self, sync_weights_interval: int = 1, *, pause_repeat_s: float = 3.0, pause_limit_s: float = 60.0
+    ) -> "DisaggAsyncProduceStrategy":
+        """See :meth:`AsyncProduceStrategyConfig.build`."""
+        return DisaggAsyncProduceStrategy(self, sync_weights_interval, pause_repeat_s, pause_limit_s)
+
+
+class ProduceStrategy:
+    """What all built strategies have in common.
+
+    It holds no state between rounds, so one strategy may serve several tasks at once.
 
     Attributes
     ----------
-    config : AsyncProduceStrategyConfig
+    config : AsyncProduceStrategyConfig or DisaggAsyncProduceStrategyConfig
     rule : StalenessRule
     stale_threshold, token_stale_threshold, tail_batch_trigger_size, max_rerolls
         What a buffer must agree on.
@@ -122,7 +207,7 @@ class AsyncProduceStrategy:
 
     def __init__(
         self,
-        config: AsyncProduceStrategyConfig,
+        config: AsynchronousSettings,
         sync_weights_interval: int,
         pause_repeat_s: float,
         pause_limit_s: float,
@@ -154,6 +239,39 @@ class AsyncProduceStrategy:
                 "or a larger max_token_staleness keeps it",
                 stacklevel=3,
             )
+
+    def check_buffer(self, buffer: ReplayBuffer, task_name: str) -> None:
+        """Raise a ValueError where the buffer's settings for the task differ from the strategy's."""
+        rule = buffer.rule(task_name)
+        for name, own, theirs in (
+            ("stale_threshold", self.stale_threshold, rule.stale_threshold),
+            ("token_stale_threshold", self.token_stale_threshold, rule.token_stale_threshold),
+            ("spare_aborted", self.rule.spare_aborted, rule.spare_aborted),
+            ("tail_batch_trigger_size", self.tail_batch_trigger_size, buffer.tail_batch_trigger_size(task_name)),
+            ("max_rerolls", self.max_rerolls, buffer.max_rerolls),
+        ):
+            if own != theirs:
+                raise ValueError(
+                    f"{name} of task {task_name!r} is {theirs} in the buffer and {own} in the strategy; build both "
+                    "from the same settings"
+                )
+
+    def _line_settings(
+        self, agent_loop: AgentLoop, sampler: Sampler, buffer: ReplayBuffer, task_name: str
+    ) -> dict[str, Any]:
+        return {
+            "agent_loop": agent_loop,
+            "sampler": sampler,
+            "buffer": buffer,
+            "task_name": task_name,
+            "settings": self.config,
+            "pause_repeat_s": self.pause_repeat_s,
+            "pause_limit_s": self.pause_limit_s,
+        }
+
+
+class AsyncProduceStrategy(ProduceStrategy):
+    """The colocated producer; made by :meth:`AsyncProduceStrategyConfig.build`. See :class:`ProduceStrategy`."""
 
     async def produce_batch(
         self,
@@ -200,28 +318,30 @@ class AsyncProduceStrategy:
             If groups keep failing, or coming back without anything in them.
         """
         batch_size = checked_int("batch_size", batch_size, at_least=1)
-        self._check_steps(train_step, model_step)
-        self._check_buffer(buffer, task_name)
-        report = ProduceReport(task_name, batch_size, train_step, model_step)
-        report.refreshed = (await buffer.refresh_staleness(train_step)).get(task_name, 0)
-        pools, report.tail_batch = pools_to_draw_from(
-            self.tail_batch_trigger_size, await buffer.count(task_name, Status.EXPIRED)
-        )
-        over_sample_threshold = 0.0 if report.tail_batch else self.config.over_sample_threshold
-        report.scheduled = oversampled(batch_size, over_sample_threshold, batch_size)
-        await Round(
-            agent_loop=agent_loop,
-            sampler=sampler,
-            buffer=buffer,
-            pools=pools,
-            settings=self.config,
-            pause_repeat_s=self.pause_repeat_s,
-            pause_limit_s=self.pause_limit_s,
-            report=report,
-        ).run()
-        return report
+        self.check_steps(train_step, model_step)
+        self.check_buffer(buffer, task_name)
+        line = self.line(agent_loop, sampler, buffer, task_name, train_step=train_step, model_step=model_step)
+        line.report.refreshed = (await buffer.refresh_staleness(train_step)).get(task_name, 0)
+        await run_round([line], {task_name: batch_size})
+        return line.report
 
-    def _check_steps(self, train_step: int, model_step: int) -> None:
+    def line(
+        self,
+        agent_loop: AgentLoop,
+        sampler: Sampler,
+        buffer: ReplayBuffer,
+        task_name: str,
+        *,
+        train_step: int,
+        model_step: int,
+    ) -> Line:
+        """Production line of a task, for one round."""
+        return Line(
+            **self._line_settings(agent_loop, sampler, buffer, task_name), train_step=train_step, model_step=model_step
+        )
+
+    def check_steps(self, train_step: int, model_step: int) -> None:
+        """Refuse steps out of range, and weights so old that all they generate would expire at once."""
         checked_int("train_step", train_step, at_least=1)
         checked_int("model_step", model_step, at_least=0)
         if model_step > train_step - 1:
@@ -236,20 +356,54 @@ class AsyncProduceStrategy:
                 "would expire at once; publish newer weights first"
             )
 
-    def _check_buffer(self, buffer: ReplayBuffer, task_name: str) -> None:
-        rule = buffer.rule(task_name)
-        for name, own, theirs in (
-            ("stale_threshold", self.stale_threshold, rule.stale_threshold),
-            ("token_stale_threshold", self.token_stale_threshold, rule.token_stale_threshold),
-            ("spare_aborted", self.rule.spare_aborted, rule.spare_aborted),
-            ("tail_batch_trigger_size", self.tail_batch_trigger_size, buffer.tail_batch_trigger_size(task_name)),
-            ("max_rerolls", self.max_rerolls, buffer.max_rerolls),
-        ):
-            if own != theirs:
-                raise ValueError(
-                    f"{name} of task {task_name!r} is {theirs} in the buffer and {own} in the strategy; build both "
-                    "from the same settings"
-                )
+
+class DisaggAsyncProduceStrategy(ProduceStrategy):
+    """The disaggregated producer; made by :meth:`DisaggAsyncProduceStrategyConfig.build`. See :class:`ProduceStrategy`.
+
+    :class:`~pystale.DisaggAgentLoopManager` drives it.
+    """
+
+    def model_expired(self, train_step: int, model_step: int) -> bool:
+        """Whether all that weights of `model_step` generate would be too old at `train_step`.
+
+        Notes
+        -----
+        ``train_step - model_step - 1 >= stale_threshold``, as in XTuner.
+        """
+        return train_step - model_step - 1 >= self.stale_threshold
+
+    def tokens_expired(self, train_step: int, model_step: int) -> bool:
+        """Whether no token that weights of `model_step` generate could enter the loss at `train_step`."""
+        threshold = self.token_stale_threshold
+        return threshold is not None and train_step - model_step - 1 >= threshold
+
+    def too_old(self, progress: Progress) -> bool:
+        """Whether to wait for newer weights at this position of production and consumption.
+
+        Beside the step that is produced for, this looks at the step that is consumed next: groups age by that one as
+        they are put, and where no token of them could be trained any more, they would expire at once.
+        """
+        step, model_step = progress.next_train_step, progress.model_step
+        return self.model_expired(max(progress.future_step, step), model_step) or self.tokens_expired(step, model_step)
+
+    def line(
+        self,
+        agent_loop: AgentLoop,
+        sampler: Sampler,
+        buffer: ReplayBuffer,
+        task_name: str,
+        *,
+        progress: Progress,
+        too_old: Callable[[], bool],
+        on_stall: Callable[[], None],
+    ) -> BackgroundLine:
+        """Production line of a task, for a whole run. `on_stall` is called when nothing can be produced for now."""
+        return BackgroundLine(
+            **self._line_settings(agent_loop, sampler, buffer, task_name),
+            too_old=too_old,
+            progress=progress,
+            on_stall=on_stall,
+        )
 
 
 def _checked_seconds(name: str, value: float) -> float:

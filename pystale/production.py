@@ -1,24 +1,25 @@
-"""A round of production: draw, generate, collect until a batch is there, pause, and lose nothing on the way."""
+"""A task's production line: draw, generate, collect until enough is there, pause, and lose nothing on the way."""
 
 import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
 from pystale.buffer import ReplayBuffer
 from pystale.pending import PendingTasks, resolved, to_the_end
+from pystale.report import ProduceBatchStatus, ProduceReport, ProductionStalled
 from pystale.rollout import AgentLoop, IsValidSample, Rollout
 from pystale.sampler import PromptsExhausted, Sampler
 from pystale.state import Status
 
 __all__ = [
-    "ProduceReport",
+    "Line",
+    "LineSettings",
+    "Plan",
     "ProductionStalled",
-    "Round",
-    "RoundSettings",
     "ShouldContinue",
     "oversampled",
     "pools_to_draw_from",
@@ -32,45 +33,6 @@ ShouldContinue = Callable[..., Awaitable[bool] | bool]
 FRUITLESS_GROUPS = 8
 # It also gives up after this many shares in a row without a COMPLETED group, though tokens were generated.
 FRUITLESS_SHARES = 100
-
-
-class ProductionStalled(RuntimeError):
-    """A round that cannot end: nothing it tries brings it nearer to its batch. The message holds its whole state."""
-
-
-@dataclass(slots=True)
-class ProduceReport:
-    """What one round did. Groups are counted as they came back, tokens are response tokens."""
-
-    task_name: str
-    batch_size: int
-    train_step: int
-    model_step: int
-    tail_batch: bool = False
-    """Whether the round was in tail batch mode."""
-    refreshed: int = 0
-    """Groups that expired when the round began."""
-    scheduled: int = 0
-    """Groups wanted, stored ones included: the batch and what is oversampled."""
-    spawned: int = 0
-    """Groups drawn and given to the agent loop."""
-    completed: int = 0
-    aborted: int = 0
-    expired: int = 0
-    failed: int = 0
-    filtered: int = 0
-    retried: int = 0
-    """Times a group was tried again after the agent loop raised."""
-    produced_tokens: int = 0
-    """Tokens that are new in this round: not those a continued response had before."""
-    group_s: list[float] = field(default_factory=list)
-    """Seconds each group took, in the order they came back."""
-    produce_s: float = 0.0
-    """Seconds until the batch was there."""
-    pause_s: float = 0.0
-    """Seconds from then until nothing was running."""
-    last_error: str | None = None
-    """Why the last group failed, or its last try did."""
 
 
 def oversampled(target: int, over_sample_threshold: float, task_batch_size: int) -> int:
@@ -111,11 +73,15 @@ def pools_to_draw_from(tail_batch_trigger_size: int, expired: int) -> tuple[tupl
     return (Status.ABORTED,), False
 
 
-class RoundSettings(Protocol):
-    """What a round needs to know of a strategy's settings."""
+class LineSettings(Protocol):
+    """What a line needs to know of a strategy's settings."""
 
     @property
+    def over_sample_threshold(self) -> float: ...
+    @property
     def enable_partial_rollout(self) -> bool: ...
+    @property
+    def tail_batch_trigger_size(self) -> int: ...
     @property
     def max_retries(self) -> int: ...
     @property
@@ -124,8 +90,43 @@ class RoundSettings(Protocol):
     def should_continue_fn(self) -> ShouldContinue | None: ...
 
 
-class Round:
-    """One round: its pending rollouts and what it counts."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a round is to achieve, decided once when it begins. All are numbers of groups.
+
+    Attributes
+    ----------
+    share : int
+        One batch's share of the task.
+    target : int
+        Groups wanted in all, those consumed so far included.
+    scheduled : int
+        The target and what is oversampled.
+    pools : tuple of Status
+        Where to draw from before new prompts.
+    tail_batch : bool
+        Whether it is in tail batch mode.
+    """
+
+    share: int
+    target: int
+    scheduled: int
+    pools: tuple[Status, ...]
+    tail_batch: bool
+
+
+class Line:
+    """One task's production: where it draws, what is running, and what it counts.
+
+    Attributes
+    ----------
+    train_step : int
+        Trainer step that takes next what is put.
+    model_step : int
+        Trainer step whose weights are served.
+    report : ProduceReport
+        What was done so far.
+    """
 
     def __init__(
         self,
@@ -133,81 +134,145 @@ class Round:
         agent_loop: AgentLoop,
         sampler: Sampler,
         buffer: ReplayBuffer,
-        pools: tuple[Status, ...],
-        settings: RoundSettings,
+        task_name: str,
+        settings: LineSettings,
+        train_step: int,
+        model_step: int,
         pause_repeat_s: float,
         pause_limit_s: float,
-        report: ProduceReport,
     ) -> None:
         self.agent_loop = agent_loop
         self.sampler = sampler
         self.buffer = buffer
-        self.pools = pools
+        self.task_name = task_name
         self.settings = settings
+        self.train_step = train_step
+        self.model_step = model_step
         self.pause_repeat_s = pause_repeat_s
         self.pause_limit_s = pause_limit_s
-        self.report = report
+        self.plan = Plan(0, 0, 0, (), False)
+        self.report = ProduceReport(task_name, 0, train_step, model_step)
         self.pending: PendingTasks[Rollout] = PendingTasks()
-        self.clock = asyncio.get_running_loop().time
         self.pausing = False
+        self.woken = False
+        self.began: float | None = None  # since when production is under way and not counted yet
         self.fruitless = 0  # groups in a row that brought nothing
         self.without_completed = 0  # groups in a row that were not COMPLETED
 
-    async def run(self) -> None:
-        """Produce, and leave nothing running, however it ends."""
-        began = self.clock()
+    @staticmethod
+    def clock() -> float:
+        return asyncio.get_running_loop().time()
+
+    # What lines that work in the background do otherwise
+
+    period = "This round"
+    """What the counts of the report are about, in messages."""
+
+    def consumed(self) -> int:
+        """Groups taken so far that the target counts."""
+        return 0
+
+    def ended(self) -> ProduceBatchStatus | None:
+        """Why the round must end now, None while it may go on."""
+        return None
+
+    async def stuck(self, reason: ProductionStalled | PromptsExhausted) -> None:
+        """Nothing is running, and there is nothing to run."""
+        raise reason
+
+    # Producing
+
+    async def produce(self, share: int, target: int) -> ProduceBatchStatus:
+        """Draw and collect until `target` groups are there; what is running then goes on running.
+
+        Cancelling it leaves what is running to :meth:`pause` or :meth:`cancel`.
+        """
+        settings = self.settings
+        expired = await self.buffer.count(self.task_name, Status.EXPIRED)
+        pools, tail_batch = pools_to_draw_from(settings.tail_batch_trigger_size, expired)
+        scheduled = oversampled(target, 0.0 if tail_batch else settings.over_sample_threshold, share)
+        self.plan = Plan(share, target, scheduled, pools, tail_batch)
+        self.label_report()
+        self.began = self.clock()
         try:
-            try:
-                await self.fill()
-            except Exception:
-                await self.pause()  # what is running is put before the error goes on
-                raise
-            self.report.produce_s = self.clock() - began
-            await self.pause()
-            self.report.pause_s = self.clock() - began - self.report.produce_s
-        except BaseException:
-            # Cancelled, or the buffer broke. Either way no task may stay behind, and no group be lost.
-            await to_the_end(self.cancel())
-            raise
+            return await self.fill()
+        finally:
+            self.count_time()
+            self.began = None
 
-    # Drawing
+    def take_report(self) -> ProduceReport:
+        """What was done since the last call, or at all."""
+        self.count_time()
+        report = self.report
+        self.report = ProduceReport(self.task_name, 0, self.train_step, self.model_step)
+        self.label_report()
+        return report
 
-    async def fill(self) -> None:
-        """Draw and collect until the batch is there."""
-        batch_size, should_continue = self.report.batch_size, self.settings.should_continue_fn
+    def count_time(self) -> None:
+        if self.began is not None:
+            now = self.clock()
+            self.report.produce_s += now - self.began
+            self.began = now
+
+    def label_report(self) -> None:
+        """Write into the report which round it is about."""
+        report, plan = self.report, self.plan
+        report.batch_size, report.train_step, report.model_step = plan.share, self.train_step, self.model_step
+        report.scheduled, report.tail_batch = plan.scheduled, plan.tail_batch
+
+    async def fill(self) -> ProduceBatchStatus:
+        plan, should_continue = self.plan, self.settings.should_continue_fn
         while True:
-            completed = await self.buffer.count(self.report.task_name, Status.COMPLETED)
+            self.woken = False
+            if (ended := self.ended()) is not None:
+                return ended
+            available = self.consumed() + await self.buffer.count(self.task_name, Status.COMPLETED)
             if should_continue is None:
-                going_on = completed < batch_size
+                going_on = available < plan.target
             else:
-                going_on = await resolved(should_continue(completed, batch_size))
+                going_on = await resolved(should_continue(available, plan.target))
             if not going_on:
-                return
+                return ProduceBatchStatus.NORMAL
             hopeless = self.hopeless()
-            missing = 0 if hopeless else self.report.scheduled - completed - len(self.pending)
+            missing = 0 if hopeless else plan.scheduled - available - len(self.pending)
             if missing <= 0 and not self.pending and not hopeless:
-                missing = batch_size  # a should_continue_fn wants more than was scheduled
-            for _ in range(missing):
-                group = await self.draw()
-                if group is None:
-                    break
-                self.start(group)
+                missing = plan.share  # a should_continue_fn wants more than was scheduled
+            await self.spawn(missing)
+            if self.woken:
+                continue
             if not self.pending:
-                if completed >= batch_size:
-                    return
-                await self.give_up(hopeless)
+                if available >= plan.target:
+                    return ProduceBatchStatus.NORMAL
+                await self.stuck(await self.reason(hopeless))
+                continue
             await self.pending.wait()
             await to_the_end(self.collect())
 
+    def wake(self) -> None:
+        """Have the round look again at what there is: something else than its own groups has changed."""
+        self.woken = True
+        self.pending.wake()
+
+    async def spawn(self, n: int) -> None:
+        """Draw up to `n` groups and start them."""
+        for _ in range(n):
+            group = await self.draw()
+            if group is None:
+                return
+            rollout = self.rollout(group)
+            if self.ended() is not None:
+                await to_the_end(self.store(rollout))  # drawn, but too late
+                return
+            self.start(rollout)
+
     async def draw(self) -> Sequence[Any] | None:
         """A group to generate, None when there is none at the moment."""
-        task_name = self.report.task_name
-        for pools in (self.pools, (Status.EXPIRED, Status.ABORTED)):
+        for pools in (self.plan.pools, (Status.EXPIRED, Status.ABORTED)):
             try:
-                group = await resolved(self.sampler.sample(task_name, pools))
+                group = await resolved(self.sampler.sample(self.task_name, pools))
             except PromptsExhausted:
                 # Without new prompts the EXPIRED pool may never grow to its trigger: then it is not waited for.
-                if Status.EXPIRED in pools or not await self.buffer.count(task_name, Status.EXPIRED):
+                if Status.EXPIRED in pools or not await self.buffer.count(self.task_name, Status.EXPIRED):
                     return None
                 continue
             if isinstance(group, (str, bytes)) or not isinstance(group, Sequence) or not group:
@@ -215,18 +280,20 @@ class Round:
             return group
         return None
 
-    def start(self, group: Sequence[Any]) -> None:
-        for state in group:
+    def rollout(self, group: Sequence[Any]) -> Rollout:
+        partial = self.settings.enable_partial_rollout
+        return Rollout(group, partial=partial, model_step=self.model_step, began=self.clock())
+
+    def start(self, rollout: Rollout) -> None:
+        for state in rollout.group:
             if getattr(state, "prompt_model_step", self) is None:
-                state.prompt_model_step = self.report.model_step
+                state.prompt_model_step = rollout.model_step
         settings = self.settings
-        partial = settings.enable_partial_rollout
-        rollout = Rollout(group, partial=partial, began=self.clock())
         self.pending.schedule(
             rollout,
             rollout.run(
                 self.agent_loop,
-                partial=partial,
+                partial=settings.enable_partial_rollout,
                 max_retries=settings.max_retries,
                 is_valid=settings.is_valid_sample_fn,
                 pausing=lambda: self.pausing,
@@ -244,38 +311,53 @@ class Round:
             try:
                 await self.settle(rollout)
             except Exception as error:
-                logger.exception("task %r: a group could not be settled", self.report.task_name)
+                logger.exception("task %r: a group could not be settled", self.task_name)
                 failure = failure or error
         if failure is not None:
             raise failure
 
     async def settle(self, rollout: Rollout) -> None:
-        report = self.report
+        """Put or reject a rollout, and count it."""
+        tokens = rollout.new_tokens()
+        outcome = await self.store(rollout)
+        report, name = self.report, outcome.value
+        setattr(report, name, getattr(report, name) + 1)
+        if outcome is Status.FAILED:
+            report.failed_samples += rollout.samples
+        elif outcome is Status.FILTERED:
+            report.filtered_samples += rollout.samples
+        report.produced_samples += rollout.samples
+        report.produced_tokens += tokens
+        report.raw_reward_sum += sum(rollout.rewards)
+        report.raw_reward_count += len(rollout.rewards)
         report.retried += max(rollout.attempts - 1, 0)
         report.group_s.append(rollout.seconds)
         report.last_error = rollout.error or report.last_error
-        tokens = rollout.new_tokens()
-        report.produced_tokens += tokens
+        nothing = outcome in (Status.FAILED, Status.EXPIRED) or (outcome is Status.ABORTED and tokens == 0)
+        self.fruitless = self.fruitless + 1 if nothing else 0
+        self.without_completed = 0 if outcome is Status.COMPLETED else self.without_completed + 1
+
+    async def store(self, rollout: Rollout) -> Status:
+        """Put a rollout into the buffer, or reject it there. Returns what became of it."""
         outcome = rollout.outcome
         if outcome not in (Status.FAILED, Status.FILTERED):
             rollout.mark_unfinished()
             try:
-                outcome = await self.buffer.put(
-                    rollout.group, report.task_name, model_step=report.model_step, train_step=report.train_step
+                return await self.buffer.put(
+                    rollout.group, self.task_name, model_step=rollout.model_step, train_step=self.train_step
                 )
             except (TypeError, ValueError) as error:
-                logger.warning("task %r: the buffer refused a group: %s", report.task_name, error)
-                report.last_error = f"the buffer refused a group: {error}"
-                rollout.group = rollout.without_per_token_fields()
-                rollout.fail(report.last_error)
+                logger.warning("task %r: the buffer refused a group: %s", self.task_name, error)
+                rollout.fail(f"the buffer refused a group: {error}")
                 outcome = Status.FAILED
-        if outcome in (Status.FAILED, Status.FILTERED):
-            await self.buffer.reject(rollout.group, report.task_name, outcome.value)
-        name = outcome.value
-        setattr(report, name, getattr(report, name) + 1)
-        nothing = outcome in (Status.FAILED, Status.EXPIRED) or (outcome is Status.ABORTED and tokens == 0)
-        self.fruitless = self.fruitless + 1 if nothing else 0
-        self.without_completed = 0 if outcome is Status.COMPLETED else self.without_completed + 1
+        try:
+            await self.buffer.reject(rollout.group, self.task_name, outcome.value)
+        except (TypeError, ValueError):
+            # It may be anything but well formed: a continued response that failed has steps for its earlier tokens
+            # only. It is counted by its tokens all the same.
+            rollout.group = rollout.without_per_token_fields()
+            await self.buffer.reject(rollout.group, self.task_name, outcome.value)
+        return outcome
 
     def hopeless(self) -> str:
         """Why drawing more would not help, empty while it may.
@@ -283,38 +365,46 @@ class Round:
         Groups still running may disprove it, for example where one broken worker fails at once all that it is given
         while others take minutes. So drawing stops, and the round gives up only when nothing is running any more.
         """
-        share = max(self.report.scheduled, FRUITLESS_GROUPS)
+        plan = self.plan
+        share = max(plan.share + plan.scheduled - plan.target, FRUITLESS_GROUPS)
         if self.fruitless >= share:
             return f"the last {self.fruitless} groups failed, expired at once, or came back empty"
         if self.without_completed >= FRUITLESS_SHARES * share:
             return f"none of the last {self.without_completed} groups came back COMPLETED and valid"
         return ""
 
-    async def give_up(self, hopeless: str) -> None:
-        """Raise, with all there is to know about the round."""
-        report, name = self.report, self.report.task_name
+    async def reason(self, hopeless: str) -> ProductionStalled | PromptsExhausted:
+        """Why nothing can go on, with all there is to know about the round."""
+        report, name, plan = self.report, self.task_name, self.plan
         others = report.completed + report.aborted + report.expired + report.filtered
         exhausted = not hopeless and (others > 0 or report.failed == 0)
         why = hopeless or "prompts are exhausted, no pool has a group left to generate, and nothing is running"
         stored = (await self.buffer.count_statuses([name], Status))[name]
         pools = ", ".join(f"{status.name} {n}" for status, n in stored.items() if n) or "nothing"
         message = (
-            f"task {name!r}, train_step {report.train_step}, model_step {report.model_step}: {why}. "
-            f"Wanted {report.batch_size} COMPLETED groups, stored: {pools}. "
-            f"This round drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
+            f"task {name!r}, train_step {self.train_step}, model_step {self.model_step}: {why}. "
+            f"Wanted {plan.target - self.consumed()} COMPLETED groups, stored: {pools}. "
+            f"{self.period} drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
             f"{report.expired} expired, {report.failed} failed, {report.filtered} filtered, {report.retried} retries"
-            + (", in tail batch mode" if report.tail_batch else "")
+            + (", in tail batch mode" if plan.tail_batch else "")
             + f". Last error: {report.last_error or 'none'}"
         )
-        raise (PromptsExhausted if exhausted else ProductionStalled)(message)
+        return (PromptsExhausted if exhausted else ProductionStalled)(message)
 
     # Stopping
 
     async def pause(self) -> None:
         """Have the agent loop abort what is running and collect it; cancel what does not stop in time."""
+        self.pausing = True
         if not self.pending:
             return
-        self.pausing = True
+        began = self.clock()
+        try:
+            await self.stop()
+        finally:
+            self.report.pause_s += self.clock() - began
+
+    async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         request: asyncio.Task[None] | None = None
 
@@ -329,7 +419,7 @@ class Round:
             if self.pending:
                 logger.warning(
                     "task %r: %d groups are still running %s s after the first request to pause; they are cancelled",
-                    self.report.task_name,
+                    self.task_name,
                     len(self.pending),
                     self.pause_limit_s,
                 )
@@ -346,7 +436,7 @@ class Round:
         try:
             await resolved(self.agent_loop.pause())
         except Exception:
-            logger.warning("task %r: the request to pause failed", self.report.task_name, exc_info=True)
+            logger.warning("task %r: the request to pause failed", self.task_name, exc_info=True)
 
     async def cancel(self) -> None:
         """Cancel what is running and collect it; give up on what does not even end then."""
@@ -356,7 +446,7 @@ class Round:
         finally:
             for rollout in self.pending.abandon():
                 rollout.fail(f"it did not end within {self.pause_limit_s} s of being cancelled")
-                logger.error("task %r: a group is given up: %s", self.report.task_name, rollout.error)
+                logger.error("task %r: a group is given up: %s", self.task_name, rollout.error)
             await self.collect()
 
     async def drain(self, nudge: Callable[[], None]) -> None:

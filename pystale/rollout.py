@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from pystale.pending import ended, resolved
+from pystale.report import score
 from pystale.state import Status, as_status, group_status, length, write_status
 
-__all__ = ["AgentLoop", "IsValidSample", "Rollout"]
+__all__ = ["AgentLoop", "IsValidSample", "Rollout", "RolloutController"]
 
 logger = logging.getLogger("pystale")
 
@@ -55,6 +56,18 @@ class AgentLoop(Protocol):
         ...
 
 
+class RolloutController(Protocol):
+    """Switches the engines that agent loops share on and off. Its methods may be plain or async."""
+
+    def pause_generation(self) -> Awaitable[None] | None:
+        """Stop generating: abort what is running, and hold what is asked for until told to continue."""
+        ...
+
+    def continue_generation(self) -> Awaitable[None] | None:
+        """Generate again. Also called when nothing was paused."""
+        ...
+
+
 class Rollout:
     """A group given to an agent loop, and what became of it.
 
@@ -68,14 +81,35 @@ class Rollout:
         FAILED or FILTERED; None: to be put.
     error : str or None
         Why the last try failed.
+    model_step : int
+        Trainer step whose weights were served when it was given to the agent loop.
+    samples : int
+        Members that were to be generated: those not COMPLETED when it was drawn.
+    rewards : list of float
+        Rewards of the members of a group that came back COMPLETED, before the filter.
     seconds : float
         How long it took.
     """
 
-    __slots__ = ("_began", "_cut_off", "_kept_tokens", "attempts", "error", "group", "outcome", "seconds")
+    __slots__ = (
+        "_began",
+        "_cut_off",
+        "_kept_tokens",
+        "attempts",
+        "error",
+        "group",
+        "model_step",
+        "outcome",
+        "rewards",
+        "samples",
+        "seconds",
+    )
 
-    def __init__(self, group: Sequence[Any], *, partial: bool, began: float) -> None:
+    def __init__(self, group: Sequence[Any], *, partial: bool, model_step: int, began: float) -> None:
         self.group = group
+        self.model_step = model_step
+        self.samples = sum(as_status(state.status) is not Status.COMPLETED for state in group)
+        self.rewards: list[float] = []
         self.attempts = 0
         self.outcome: Status | None = None
         self.error: str | None = None
@@ -146,7 +180,11 @@ class Rollout:
             self.error = next((str(reason) for reason in reasons if reason), "generate_group returned it as FAILED")
         elif status is Status.FILTERED:
             self.outcome = status
-        elif status is Status.COMPLETED and is_valid is not None:
+        elif status is Status.COMPLETED:
+            scores = (score(getattr(state, "reward", None)) for state in self.group)
+            self.rewards = [value for value in scores if value is not None]
+            if is_valid is None:
+                return
             try:
                 valid = is_valid(self.group)
                 if inspect.isawaitable(valid):
