@@ -400,11 +400,10 @@ class DisaggAgentLoopManager:
 
     def _refresh_behind(self, train_step: int) -> None:
         """Refresh without awaiting that references are freed: a cancellation meanwhile would lose the batch taken."""
-        _, released = self.buffer._refresh(train_step, None)
-        if released and self.buffer.on_release is not None:
-            task = asyncio.ensure_future(self.buffer._release(released))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+        _, effects = self.buffer._refresh(train_step, None)
+        task = asyncio.ensure_future(self.buffer._finish(effects))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
         self._look_again()
 
     def _look_again(self) -> None:

@@ -313,7 +313,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
             self.buffer.sync.save(directory)
             self.buffer = self.new_buffer()
             self.buffer.sync.resume(directory)
-        self.discarded["lost"] += sum(model.tokens for model, _ in self.lent)
+        self.stored += [model for model, _ in self.lent]  # back where they came from, as they were
         self.lent.clear()
 
     @invariant()
