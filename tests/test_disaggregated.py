@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from agent_loops import ScriptedLoop, add_tokens, come_back, fail, finish, in_turn, until_cancelled, until_paused
+from agent_loops import ScriptedLoop, come_back, fail, finish, in_turn, until_cancelled, until_paused
 from production_site import BackgroundSite, Controller, ids
 from rollouts import balance, group
 from virtual_clock import run
@@ -142,23 +142,17 @@ def test_training_step_by_step_uses_only_what_the_newest_weights_generated_at_st
 
 
 def test_what_runs_when_a_step_is_done_goes_on_and_counts_for_the_next():
-    """Surplus of one step needs no second generation for the next one."""
     site = BackgroundSite(
         ScriptedLoop(finish(after=1), {2: finish(after=5)}), over_sample_threshold=0.5, max_staleness=1
     )
 
     async def trainer(manager):
-        first = await manager.get_batch(2, 1)
-        second = await manager.get_batch(2, 2) if not await late(manager) else None
-        return ids(first), second
-
-    async def late(manager):
+        first = ids(await manager.get_batch(2, 1))
         await asyncio.sleep(50)
-        return True
+        return first, site.stored()
 
-    first, _ = play(site, trainer)
-    assert first == [0, 1]
-    assert site.loop.calls == [0, 1, 2, 3, 4]  # 2 for each of two steps, and one ahead
+    assert play(site, trainer) == ([0, 1], {C: 3})
+    assert site.loop.calls == [0, 1, 2, 3, 4]  # two for each of two steps, and one more
 
 
 def test_groups_that_expire_while_they_wait_are_made_up_for():
@@ -239,14 +233,11 @@ def test_surplus_still_running_when_production_has_stopped_is_waited_for():
 
 
 def test_surplus_that_ends_without_filling_the_batch_ends_the_wait():
-    site = BackgroundSite(ScriptedLoop(finish(after=1), {2: come_back(F)}), over_sample_threshold=0.5, max_retries=0)
-    site.loop.acts[2] = in_turn(fail())
-
     async def slow_failure(_loop, _members):
         await asyncio.sleep(9)
         raise RuntimeError("broken")
 
-    site.loop.acts[2] = slow_failure
+    site = BackgroundSite(ScriptedLoop(finish(after=1), {2: slow_failure}), over_sample_threshold=0.5, max_retries=0)
 
     async def trainer(manager):
         await asyncio.sleep(2)
@@ -756,20 +747,3 @@ def test_a_manager_goes_on_after_a_restart_from_two_numbers():
 
     assert play(site, further) == (2, {C: 2})
     assert stored <= 4
-
-
-def test_groups_that_add_nothing_do_not_end_production_while_the_trainer_goes_on():
-    """Each step the trainer takes starts the count of fruitless groups anew."""
-
-    async def too_old(_loop, members):
-        for member in members:
-            add_tokens(member, 1)
-            member.response_model_steps, member.status = [0], C
-
-    site = BackgroundSite(ScriptedLoop(too_old), max_staleness=9, tail_batch_trigger_size=-1)
-
-    async def trainer(manager):
-        await settled()
-        return len((await manager.get_batch(2, 1)).groups)
-
-    assert play(site, trainer) == 2

@@ -62,8 +62,9 @@ class WatchedBuffer(ReplayBuffer):
         return status, released
 
     def _reject(self, group, task_name, outcome):
-        self.move((task_name, group[0].group_id), IN_FLIGHT, GONE)
+        name = task_name, group[0].group_id
         released = super()._reject(group, task_name, outcome)
+        self.move(name, IN_FLIGHT, GONE)
         self.check()
         return released
 
