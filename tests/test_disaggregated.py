@@ -1,6 +1,7 @@
 """The manager that produces in the background: running ahead, weight updates, waits that can and cannot end."""
 
 import asyncio
+import functools
 import itertools
 
 import pytest
@@ -14,6 +15,7 @@ from pystale import (
     DisaggAgentLoopManager,
     DisaggAsyncProduceStrategyConfig,
     ProduceBatchStatus,
+    ReplayBuffer,
     Status,
 )
 from pystale.production import ProductionStalled
@@ -747,3 +749,42 @@ def test_a_manager_goes_on_after_a_restart_from_two_numbers():
 
     assert play(site, further) == (2, {C: 2})
     assert stored <= 4
+
+
+def test_a_batch_that_waits_for_the_journal_is_not_produced_twice(tmp_path):
+    """Between leaving the buffer and being on disk its groups are neither stored nor lost."""
+    site = BackgroundSite(max_staleness=9, buffer_class=functools.partial(ReplayBuffer, journal=tmp_path))
+
+    async def main():
+        producing = asyncio.ensure_future(site.manager.produce_loop(2))
+        for train_step in (1, 2, 3):
+            await site.manager.get_batch(2, train_step)
+            await asyncio.sleep(0.05)
+        await site.manager.shutdown()
+        await producing
+        await site.buffer.close()
+        return len(site.loop.calls)
+
+    assert asyncio.run(main()) <= 2 * (10 + 3)
+
+
+def test_a_batch_whose_journal_entry_is_cancelled_is_there_again(tmp_path):
+    site = BackgroundSite(buffer_class=functools.partial(ReplayBuffer, journal=tmp_path, journal_delay=0.2))
+
+    async def main():
+        producing = asyncio.ensure_future(site.manager.produce_loop(2))
+        while site.stored() != {C: 2}:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(site.manager.get_batch(2, 1))
+        while site.stored():
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        state = waiting.cancelled(), site.stored(), dict(site.manager.progress.consumed)
+        result = await site.manager.get_batch(2, 1)
+        await site.manager.shutdown()
+        await producing
+        await site.buffer.close()
+        return state, ids(result)
+
+    assert asyncio.run(main()) == ((True, {C: 2}, {"default": 0}), [0, 1])
