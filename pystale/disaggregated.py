@@ -206,10 +206,8 @@ class DisaggAgentLoopManager:
             changed = self._changed
             if self.status is EXPIRED_BATCH and train_step - 1 > self.progress.model_step and not self._shut_down:
                 return await self._empty()
-            batch = await self.buffer.take_train_batch(sizes, train_step=train_step)
+            batch = await self._take(sizes, train_step)
             if batch:
-                # No await between taking and counting: production reads both.
-                self.progress.consume(sizes, train_step)
                 self._refresh_behind(train_step + 1)
                 result = await self._result(batch)
                 self._watch.delivered(result, train_step)
@@ -398,13 +396,41 @@ class DisaggAgentLoopManager:
         await self.buffer.refresh_staleness(train_step)
         self._look_again()
 
+    async def _take(self, sizes: dict[str, int], train_step: int) -> TrainBatch:
+        """Take a batch from the buffer, and count it in the same moment: production adds what is stored and taken.
+
+        As :meth:`ReplayBuffer.take_train_batch`, which a journal makes wait while the groups are nowhere.
+        """
+        while True:
+            claim, effects = self.buffer._claim_train_batch(sizes, train_step)
+            if claim is not None:
+                break
+            await self.buffer._finish(effects)
+        if not claim.batch:
+            return await self.buffer._hand_over(claim)
+        self.progress.consume(sizes, train_step)
+        try:
+            return await self.buffer._hand_over(claim)
+        except BaseException:
+            self.progress.give_back(sizes, train_step)
+            self._look_again()
+            raise
+
     def _refresh_behind(self, train_step: int) -> None:
-        """Refresh without awaiting that references are freed: a cancellation meanwhile would lose the batch taken."""
+        """Refresh without awaiting what follows from it: a cancellation meanwhile would lose the batch taken."""
         _, effects = self.buffer._refresh(train_step, None)
-        task = asyncio.ensure_future(self.buffer._finish(effects))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        if effects.entry is not None or effects.cleared.states:
+            task = asyncio.ensure_future(self.buffer._finish(effects))
+            self._releases.add(task)
+            task.add_done_callback(self._released)
+        else:
+            effects.cleared.free()
         self._look_again()
+
+    def _released(self, task: "asyncio.Task[None]") -> None:
+        self._releases.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("what expired behind a batch could not be recorded", exc_info=task.exception())
 
     def _look_again(self) -> None:
         for line in self._lines:

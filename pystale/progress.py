@@ -65,6 +65,12 @@ class Progress:
             self.consumed[task_name] += n
         self.reach(train_step + 1)
 
+    def give_back(self, sizes: Mapping[str, int], train_step: int) -> None:
+        """The batch taken for this step was not delivered and is in the buffer again."""
+        for task_name, n in sizes.items():
+            self.consumed[task_name] -= n
+        self.reach(train_step)
+
     def advance(self, future_step: int) -> None:
         """Production for this step is done."""
         self.future_step = max(self.future_step, future_step + 1)

@@ -1,10 +1,11 @@
 """The manager that produces in the background: running ahead, weight updates, waits that can and cannot end."""
 
 import asyncio
+import functools
 import itertools
 
 import pytest
-from agent_loops import ScriptedLoop, add_tokens, come_back, fail, finish, in_turn, until_cancelled, until_paused
+from agent_loops import ScriptedLoop, come_back, fail, finish, in_turn, until_cancelled, until_paused
 from production_site import BackgroundSite, Controller, ids
 from rollouts import balance, group
 from virtual_clock import run
@@ -14,6 +15,7 @@ from pystale import (
     DisaggAgentLoopManager,
     DisaggAsyncProduceStrategyConfig,
     ProduceBatchStatus,
+    ReplayBuffer,
     Status,
 )
 from pystale.production import ProductionStalled
@@ -142,23 +144,17 @@ def test_training_step_by_step_uses_only_what_the_newest_weights_generated_at_st
 
 
 def test_what_runs_when_a_step_is_done_goes_on_and_counts_for_the_next():
-    """Surplus of one step needs no second generation for the next one."""
     site = BackgroundSite(
         ScriptedLoop(finish(after=1), {2: finish(after=5)}), over_sample_threshold=0.5, max_staleness=1
     )
 
     async def trainer(manager):
-        first = await manager.get_batch(2, 1)
-        second = await manager.get_batch(2, 2) if not await late(manager) else None
-        return ids(first), second
-
-    async def late(manager):
+        first = ids(await manager.get_batch(2, 1))
         await asyncio.sleep(50)
-        return True
+        return first, site.stored()
 
-    first, _ = play(site, trainer)
-    assert first == [0, 1]
-    assert site.loop.calls == [0, 1, 2, 3, 4]  # 2 for each of two steps, and one ahead
+    assert play(site, trainer) == ([0, 1], {C: 3})
+    assert site.loop.calls == [0, 1, 2, 3, 4]  # two for each of two steps, and one more
 
 
 def test_groups_that_expire_while_they_wait_are_made_up_for():
@@ -239,14 +235,11 @@ def test_surplus_still_running_when_production_has_stopped_is_waited_for():
 
 
 def test_surplus_that_ends_without_filling_the_batch_ends_the_wait():
-    site = BackgroundSite(ScriptedLoop(finish(after=1), {2: come_back(F)}), over_sample_threshold=0.5, max_retries=0)
-    site.loop.acts[2] = in_turn(fail())
-
     async def slow_failure(_loop, _members):
         await asyncio.sleep(9)
         raise RuntimeError("broken")
 
-    site.loop.acts[2] = slow_failure
+    site = BackgroundSite(ScriptedLoop(finish(after=1), {2: slow_failure}), over_sample_threshold=0.5, max_retries=0)
 
     async def trainer(manager):
         await asyncio.sleep(2)
@@ -758,18 +751,40 @@ def test_a_manager_goes_on_after_a_restart_from_two_numbers():
     assert stored <= 4
 
 
-def test_groups_that_add_nothing_do_not_end_production_while_the_trainer_goes_on():
-    """Each step the trainer takes starts the count of fruitless groups anew."""
+def test_a_batch_that_waits_for_the_journal_is_not_produced_twice(tmp_path):
+    """Between leaving the buffer and being on disk its groups are neither stored nor lost."""
+    site = BackgroundSite(max_staleness=9, buffer_class=functools.partial(ReplayBuffer, journal=tmp_path))
 
-    async def too_old(_loop, members):
-        for member in members:
-            add_tokens(member, 1)
-            member.response_model_steps, member.status = [0], C
+    async def main():
+        producing = asyncio.ensure_future(site.manager.produce_loop(2))
+        for train_step in (1, 2, 3):
+            await site.manager.get_batch(2, train_step)
+            await asyncio.sleep(0.05)
+        await site.manager.shutdown()
+        await producing
+        await site.buffer.close()
+        return len(site.loop.calls)
 
-    site = BackgroundSite(ScriptedLoop(too_old), max_staleness=9, tail_batch_trigger_size=-1)
+    assert asyncio.run(main()) <= 2 * (10 + 3)
 
-    async def trainer(manager):
-        await settled()
-        return len((await manager.get_batch(2, 1)).groups)
 
-    assert play(site, trainer) == 2
+def test_a_batch_whose_journal_entry_is_cancelled_is_there_again(tmp_path):
+    site = BackgroundSite(buffer_class=functools.partial(ReplayBuffer, journal=tmp_path, journal_delay=0.2))
+
+    async def main():
+        producing = asyncio.ensure_future(site.manager.produce_loop(2))
+        while site.stored() != {C: 2}:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(site.manager.get_batch(2, 1))
+        while site.stored():
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        state = waiting.cancelled(), site.stored(), dict(site.manager.progress.consumed)
+        result = await site.manager.get_batch(2, 1)
+        await site.manager.shutdown()
+        await producing
+        await site.buffer.close()
+        return state, ids(result)
+
+    assert asyncio.run(main()) == ((True, {C: 2}, {"default": 0}), [0, 1])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from virtual_clock import run
 
-from pystale.pending import PendingTasks, resolved, to_the_end
+from pystale.pending import PendingTasks, resolved, to_the_end, together
 
 
 async def nothing():
@@ -197,3 +197,50 @@ def test_plain_values_and_awaitables_are_resolved():
         return await resolved(five()), await resolved(5)
 
     assert run(main()) == (5, 5)
+
+
+def test_a_wait_can_be_ended_though_nothing_has():
+    async def main():
+        pending = PendingTasks()
+        pending.schedule("a", end_after(5))
+        asyncio.get_running_loop().call_later(1, pending.wake)
+        await pending.wait()
+        woken = asyncio.get_running_loop().time(), pending.claim()
+        await pending.wait()
+        return woken, pending.claim()
+
+    assert run(main()) == ((1, None), "a")
+
+
+async def raise_after(seconds, error):
+    await asyncio.sleep(seconds)
+    raise error
+
+
+@pytest.mark.parametrize(("keep_going", "time"), [(False, 2), (True, 9)])
+def test_the_first_failure_of_several_is_raised_once_all_have_ended(keep_going, time):
+    async def main():
+        with pytest.raises(ValueError, match="first"):
+            await together(
+                end_after(9),
+                raise_after(2, ValueError("first")),
+                raise_after(3, KeyError("later")),
+                keep_going=keep_going,
+            )
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == time
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_cancelling_several_at_once_ends_all_of_them(pieces):
+    assert run(cancelled_while(together(*[end_after(9) for _ in range(pieces)]))) == "cancelled"
+
+
+def test_several_at_once_take_as_long_as_the_longest():
+    async def main():
+        await together()
+        await together(end_after(2), end_after(5), end_after(1))
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 5

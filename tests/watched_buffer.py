@@ -10,7 +10,8 @@ IN_FLIGHT, STORED, TRAINED, GONE = "in flight", "stored", "trained", "gone"
 class WatchedBuffer(ReplayBuffer):
     """At any time a group that was drawn is in flight, stored, trained or gone, and in one of these places only.
 
-    What is overridden is what all faces of the buffer share, so that nothing passes unseen.
+    What is overridden is what all faces of the buffer share, so that nothing passes unseen. It needs an `on_release`,
+    without which the buffer does not say what it has discarded.
     """
 
     def __init__(self, *args, **settings):
@@ -32,9 +33,10 @@ class WatchedBuffer(ReplayBuffer):
         produced, accounted_for = balance(self.ledger())
         assert produced == accounted_for
 
-    def released(self, pairs):
+    def released(self, effects):
         """Groups that were discarded, not merely reset, and not by a reject, are gone."""
-        for name in {(state.task_name, state.group_id) for state, _ in pairs if state.response_ids is None}:
+        cleared = effects.cleared.states
+        for name in {(state.task_name, state.group_id) for state, _ in cleared if state.response_ids is None}:
             if self.places[name] is not GONE:
                 self.move(name, self.places[name], GONE)
 
@@ -47,7 +49,7 @@ class WatchedBuffer(ReplayBuffer):
 
     def _put(self, group, task_name, model_step, train_step):
         unstamped = [state for state in group if len(state.response_model_steps) < len(state.response_ids)]
-        status, released = super()._put(group, task_name, model_step, train_step)
+        status, effects = super()._put(group, task_name, model_step, train_step)
         for state in unstamped:
             if state.response_ids:
                 assert state.response_model_steps[-1] == state.extra_fields["version"], "stamped with another version"
@@ -55,35 +57,36 @@ class WatchedBuffer(ReplayBuffer):
         if status is Status.EXPIRED and self.tail_batch_trigger_size(task_name) < 0:
             self.move(name, IN_FLIGHT, GONE)
         else:
-            self.released(released)
+            self.released(effects)
             if self.places[name] is not GONE:
                 self.move(name, IN_FLIGHT, STORED)
         self.check()
-        return status, released
+        return status, effects
 
     def _reject(self, group, task_name, outcome):
-        self.move((task_name, group[0].group_id), IN_FLIGHT, GONE)
-        released = super()._reject(group, task_name, outcome)
+        name = task_name, group[0].group_id
+        effects = super()._reject(group, task_name, outcome)
+        self.move(name, IN_FLIGHT, GONE)
         self.check()
-        return released
+        return effects
 
     def _refresh(self, train_step, statuses):
-        moved, released = super()._refresh(train_step, statuses)
-        self.released(released)
+        moved, effects = super()._refresh(train_step, statuses)
+        self.released(effects)
         self.check()
-        return moved, released
+        return moved, effects
 
-    def _take_train_batch(self, sizes, train_step):
-        batch, released = super()._take_train_batch(sizes, train_step)
-        self.released(released)
-        for task_name, groups in (batch or {}).items():
+    def _claim_train_batch(self, sizes, train_step):
+        claim, effects = super()._claim_train_batch(sizes, train_step)
+        self.released(effects)
+        for task_name, groups in (claim.batch if claim else {}).items():
             assert len(groups) == sizes[task_name]
             for members in groups:
                 self.move((task_name, members[0].group_id), STORED, TRAINED)
                 for member in members:
                     self.check_fresh(member, self.rule(task_name), train_step)
         self.check()
-        return batch, released
+        return claim, effects
 
     @staticmethod
     def check_fresh(member, rule, train_step):
