@@ -773,10 +773,10 @@ def test_a_batch_whose_journal_entry_is_cancelled_is_there_again(tmp_path):
 
     async def main():
         producing = asyncio.ensure_future(site.manager.produce_loop(2))
-        while site.stored() != {C: 2}:
+        while site.stored() != {C: 2}:  # noqa: ASYNC110 (what it waits for rings no event)
             await asyncio.sleep(0.01)
         waiting = asyncio.ensure_future(site.manager.get_batch(2, 1))
-        while site.stored():
+        while site.stored():  # noqa: ASYNC110 (what it waits for rings no event)
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
