@@ -769,22 +769,21 @@ def test_a_batch_that_waits_for_the_journal_is_not_produced_twice(tmp_path):
 
 
 def test_a_batch_whose_journal_entry_is_cancelled_is_there_again(tmp_path):
-    site = BackgroundSite(buffer_class=functools.partial(ReplayBuffer, journal=tmp_path, journal_delay=0.2))
+    site = BackgroundSite(buffer_class=functools.partial(ReplayBuffer, journal=tmp_path, journal_delay=0.5))
 
     async def main():
         producing = asyncio.ensure_future(site.manager.produce_loop(2))
-        while site.stored() != {C: 2}:  # noqa: ASYNC110 (what it waits for rings no event)
-            await asyncio.sleep(0.01)
+        await site.buffer.wait_ready({"default": 2})
         waiting = asyncio.ensure_future(site.manager.get_batch(2, 1))
-        while site.stored():  # noqa: ASYNC110 (what it waits for rings no event)
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        out = site.stored()
         waiting.cancel()
         await asyncio.wait([waiting])
-        state = waiting.cancelled(), site.stored(), dict(site.manager.progress.consumed)
+        state = waiting.cancelled(), out, site.stored(), dict(site.manager.progress.consumed)
         result = await site.manager.get_batch(2, 1)
         await site.manager.shutdown()
         await producing
         await site.buffer.close()
         return state, ids(result)
 
-    assert asyncio.run(main()) == ((True, {C: 2}, {"default": 0}), [0, 1])
+    assert asyncio.run(main()) == ((True, {}, {C: 2}, {"default": 0}), [0, 1])

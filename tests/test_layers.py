@@ -45,6 +45,7 @@ LAYERS = (
         "disaggregated",
         "manager",
         "pending",
+        "plan",
         "producer",
         "production",
         "rollout",
