@@ -150,7 +150,7 @@ def test_put_wakes_a_waiting_take(benchmark: BenchmarkFixture) -> None:
 
     median = benchmark.pedantic(lambda: statistics.median(asyncio.run(wake(200))), rounds=3)
     benchmark.extra_info["median of one wake-up in us"] = round(median * 1e6, 1)
-    assert median < 1e-3  # seconds; buffers that poll take one or two
+    assert benchmark.disabled or median < 1e-3  # seconds; buffers that poll take one or two
 
 
 def gaps_while(work: Callable[[ReplayBuffer], object], buffer: ReplayBuffer) -> float:
@@ -188,7 +188,7 @@ def test_the_event_loop_stays_free(benchmark: BenchmarkFixture, work: str, tmp_p
 
     longest = benchmark.pedantic(gaps_while, (run, buffer), rounds=3)
     benchmark.extra_info["longest gap in ms"] = round(longest * 1e3, 1)
-    assert longest < 0.05  # seconds
+    assert benchmark.disabled or longest < 0.05  # seconds
 
 
 @pytest.mark.benchmark(group="bookkeeping of 64 x 8 responses of 32,768 tokens and 3 versions")
