@@ -14,7 +14,7 @@ class ProductionStalled(RuntimeError):
     """Production that cannot go on: nothing it tries brings it nearer to its batch. The message holds its state."""
 
 
-class ProduceBatchStatus(str, enum.Enum):
+class ProduceBatchStatus(enum.Enum):
     """How a round of production ended."""
 
     NORMAL = "normal"
