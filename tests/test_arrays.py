@@ -83,7 +83,7 @@ def test_bool_arrays_are_masks_not_steps() -> None:
         fresh(flags, train_step=5)
 
 
-@pytest.mark.parametrize("other", [None, 3, "343", {3: 4}, range(3), object()], ids=repr)
+@pytest.mark.parametrize("other", [None, 3, "343", {3: 4}, range(3), object()], ids=lambda other: type(other).__name__)
 def test_what_holds_no_integers_is_refused(other: Any) -> None:
     with pytest.raises(TypeError, match=r"steps is .*; an integer array, a list or tuple of int, or ModelSteps is"):
         seq_staleness(other, train_step=5)
