@@ -1,10 +1,12 @@
 """Where every generated token went."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["Ledger"]
+from pystale.staleness import checked_int
+
+__all__ = ["Ledger", "booked"]
 
 REASONS = ("expired", "failed", "filtered", "restarted", "max_rerolls", "lost")
 
@@ -91,3 +93,22 @@ def _count(saved: dict[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"ledger: {name} must be a count, got {value!r}")
     return value
+
+
+def booked(ledger: Mapping[str, Any], name: str, since: Mapping[str, Any] | None) -> int:
+    """Tokens a ledger booked under `name`, after `since`."""
+    now, before = (
+        0 if account is None else _booked(where, account, name)
+        for where, account in (("ledger", ledger), ("since", since))
+    )
+    if now < before:
+        raise ValueError(f"ledger has {now} {name} tokens, since has {before} already; since is the earlier account")
+    return now - before
+
+
+def _booked(where: str, account: Any, name: str) -> int:
+    if not isinstance(account, Mapping):
+        raise TypeError(f"{where} must be what ReplayBuffer.ledger returns, got {type(account).__name__}")
+    if name not in account:
+        raise ValueError(f"{where} has no {name!r}; it must be what ReplayBuffer.ledger returns")
+    return checked_int(f"{where}[{name!r}]", account[name], at_least=0)

@@ -5,30 +5,28 @@ the two integers per member that decide everything are in the compiled :class:`~
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pystale._core import StalenessIndex
-from pystale._objects import Member, trainable_mask
+from pystale._objects import Member
 from pystale.disposal import Cleared
 from pystale.group import AGEING, Arriving, Group
 from pystale.history import Changes
 from pystale.ledger import Ledger
+from pystale.masks import Taken
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
+from pystale.record import Record, Task
 from pystale.staleness import StalenessRule
 from pystale.state import Status, as_status, discard, group_status, reset, write_status
 from pystale.ticket import Copy, Ticket, begins_with
+from pystale.writing import Writes
 
-__all__ = ["Record", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
-
-# What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
-Taken = tuple[Any, int]
+__all__ = ["AGEING_BITS", "Record", "Store", "status_bits"]
 
 # A pool's number in the index is the position of its status here.
 number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
-_ABSENT = object()
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
@@ -37,39 +35,6 @@ def status_bits(statuses: Iterable[Status]) -> int:
 
 
 AGEING_BITS = status_bits(AGEING)
-
-
-class Task(NamedTuple):
-    """One task's settings."""
-
-    name: str
-    number: int  # its number in the index
-    rule: StalenessRule
-    tail_batch_trigger_size: int
-
-    @property
-    def retries(self) -> bool:
-        return self.tail_batch_trigger_size >= 0
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A stored group."""
-
-    task: Task
-    group_id: Any
-    states: Group
-    members: list[Member]
-    status: Status
-    arrival: int
-    key: int | None
-    rerolls: int
-    masks_tokens: bool  # whether the token rule applies to the group: it is on and the group is not agentic
-    number: int = -1  # its id in the index
-
-    @property
-    def tokens(self) -> int:
-        return sum(member.tokens for member in self.members)
 
 
 class Store:
@@ -220,7 +185,7 @@ class Store:
         TypeError
             Naming the member and the field that cannot be written.
         """
-        written: list[tuple[Any, str, Any]] = []
+        writes = Writes()
         for position, (state, steps, member, status) in enumerate(
             zip(arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True)
         ):
@@ -236,14 +201,11 @@ class Store:
             if now is not None and _shows_staleness(member, status):
                 new["seq_staleness"] = member.seq_staleness(now)
             for name, value in new.items():
-                old = getattr(state, name, _ABSENT)
                 try:
-                    setattr(state, name, value)
+                    writes.write(state, name, value)
                 except Exception as error:
-                    for other, other_name, before in reversed(written):
-                        _restore(other, other_name, before)
+                    writes.undo()
                     raise TypeError(f"member {position}: its {name} cannot be written: {error}") from error
-                written.append((state, name, old))
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -397,22 +359,6 @@ class Store:
         self.tickets[record.task.name, record.group_id] = ticket
         return ticket
 
-    def masks(self, record: Record, train_step: int | None) -> list[Taken]:
-        """Masks a group trains with at `train_step`; without one every member keeps its own. Nothing changes."""
-        taken: list[Taken] = []
-        token_stale_threshold = record.task.rule.token_stale_threshold
-        for state, member in zip(record.states, record.members, strict=True):
-            applies = record.masks_tokens and member.newest_trainable >= 0
-            if train_step is None or not (applies or member.others):
-                taken.append((None, member.trainable))
-                continue
-            old = state.response_mask
-            mask, ones = trainable_mask(
-                state.response_model_steps, old, train_step, token_stale_threshold if applies else None
-            )
-            taken.append((mask.tolist() if isinstance(old, list) else mask, ones))
-        return taken
-
     def train(self, record: Record, taken: list[Taken]) -> int:
         """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
         self._announce(record, leaving=True)
@@ -506,44 +452,9 @@ class Store:
                 state.seq_staleness = member.seq_staleness(self.train_step)
 
 
-def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> list[tuple[Any, Any]]:
-    """Write the masks that records train with; all of them, or none when a state refuses.
-
-    Returns
-    -------
-    list of (state, object)
-        The states written to, and the masks they had.
-    """
-    written: list[tuple[Any, Any]] = []
-    try:
-        for record, taken in zip(records, masks, strict=True):
-            for state, (mask, _) in zip(record.states, taken, strict=True):
-                if mask is not None:
-                    old = state.response_mask
-                    state.response_mask = mask
-                    written.append((state, old))
-    except BaseException:
-        unwrite_masks(written)
-        raise
-    return written
-
-
-def unwrite_masks(written: Sequence[tuple[Any, Any]]) -> None:
-    """Undo :func:`write_masks`."""
-    for state, old in written:
-        state.response_mask = old
-
-
 def _shows_staleness(member: Member, status: Status) -> bool:
     """A member that was reset keeps the staleness it expired with until it is generated anew."""
     return member.tokens > 0 or status is not Status.EXPIRED
-
-
-def _restore(state: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(state, name)
-    else:
-        setattr(state, name, value)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:

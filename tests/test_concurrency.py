@@ -48,7 +48,7 @@ def test_a_wait_ends_at_its_timeout_and_leaves_nothing_behind():
     async def main():
         buffer = make()
         assert not await buffer.wait_ready({"default": 1}, timeout=0.01)
-        assert not buffer._waiters._waiting
+        assert not buffer.operations.waiters._waiting
 
     asyncio.run(main())
     assert not make().sync.wait_ready({"default": 1}, timeout=0.01)
@@ -90,7 +90,7 @@ def test_a_cancelled_wait_takes_nothing():
         wait.cancel()  # woken and cancelled in the same turn of the loop
         with pytest.raises(asyncio.CancelledError):
             await wait
-        assert not buffer._waiters._waiting
+        assert not buffer.operations.waiters._waiting
         assert await buffer.count() == 1
 
     asyncio.run(main())
@@ -108,7 +108,7 @@ def test_waiters_in_threads_and_in_other_loops_are_woken():
     threads = [threading.Thread(target=f) for f in (blocking, other_loop, blocking, other_loop)]
     for thread in threads:
         thread.start()
-    while len(buffer._waiters._waiting) < len(threads):
+    while len(buffer.operations.waiters._waiting) < len(threads):
         time.sleep(0.001)
     buffer.sync.put(group([5]), train_step=6)
     for thread in threads:
