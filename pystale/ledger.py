@@ -1,12 +1,18 @@
 """Where every generated token went."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pystale._objects import Member
+from pystale.group import Arriving
 from pystale.staleness import checked_int
+from pystale.ticket import Ticket, begins_with
 
-__all__ = ["Ledger", "booked"]
+__all__ = ["Ledger", "Shares", "booked"]
+
+# Trained, masked as stale, masked semantically: where the tokens of a group taken went.
+Shares = tuple[int, int, int]
 
 REASONS = ("expired", "failed", "filtered", "restarted", "max_rerolls", "lost")
 
@@ -36,11 +42,49 @@ class Ledger:
         if tokens:
             self.discarded[reason] += tokens
 
-    def train(self, tokens: int, semantic: int, trained: int) -> None:
-        """Book a response of `tokens`, of which `semantic` could have trained and `trained` did."""
-        self.trained += trained
-        self.masked_stale += semantic - trained
-        self.masked_semantic += tokens - semantic
+    def train(self, members: Sequence[Member], trained: int, sign: int = 1) -> Shares:
+        """Book a group in flight as trained, with `trained` of its tokens in the loss.
+
+        Returns
+        -------
+        tuple of int
+            Tokens trained, masked as stale, and masked semantically.
+        """
+        tokens = sum([member.tokens for member in members])
+        trainable = sum([member.trainable for member in members])
+        self.in_flight -= sign * tokens
+        self.trained += sign * trained
+        self.masked_stale += sign * (trainable - trained)
+        self.masked_semantic += sign * (tokens - trainable)
+        return trained, trainable - trained, tokens - trainable
+
+    def untrain(self, members: Sequence[Member], trained: int) -> None:
+        """Undo :meth:`train`."""
+        self.train(members, trained, sign=-1)
+
+    def take_back(self, ticket: Ticket, arriving: Arriving) -> None:
+        """Book what became of the tokens a group had when it was handed out, and those it has now as produced.
+
+        A response that still begins with them was continued, any other was restarted.
+        """
+        self.in_flight -= ticket.tokens
+        self.produced += arriving.tokens
+        for position, (tokens, begins) in enumerate(ticket.held):
+            if position >= len(arriving.states):
+                self.discard("lost", tokens)
+            elif arriving.members[position].tokens >= tokens and begins_with(arriving.states[position], begins):
+                self.produced -= tokens
+            else:
+                self.discard("restarted", tokens)
+
+    def close(self, members: Sequence[Member], outcome: str) -> None:
+        """Book tokens that are produced and nowhere else; "trained" with the masks they have."""
+        for member in members:
+            if outcome == "trained":
+                self.trained += member.trainable
+                self.masked_semantic += member.tokens - member.trainable
+            else:
+                self.discard(outcome, member.tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """Copy of the account; ``discarded`` is a Counter over the reasons that occurred."""

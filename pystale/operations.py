@@ -15,6 +15,7 @@ import numpy as np
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
+from pystale.disposal import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
@@ -105,7 +106,7 @@ class Operations:
     def refresh(self, train_step: int, statuses: Iterable[Any] | None = None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        with self.lock:
+        with collector_delayed(), self.lock:
             return self._refresh(train_step, bits)
 
     def _refresh(self, train_step: int, bits: int) -> tuple[dict[str, int], Effects]:
@@ -138,15 +139,17 @@ class Operations:
         checked_outcome(outcome, OUTCOMES)
         given = [list(group) for group in groups]
         with self.lock:
-            names = [self.store.task_handed_out(group) for group in given]
-        arriving = [read_group(group, name) for group, name in zip(given, names, strict=True)]
-        known = {(read.task_name, read.group_id) for read in arriving}
-        if len(known) < len(arriving):
+            names = [self.store.name_handed_out(group) for group in given]
+        arriving = [
+            read_group(group, task_name)._replace(group_id=group_id)
+            for group, (task_name, group_id) in zip(given, names, strict=True)
+        ]
+        if len(set(names)) < len(names):
             raise ValueError("a group is given twice; it can be settled once")
         with self.lock:
             self._check_journal()
             for group in given:
-                self.store.task_handed_out(group)
+                self.store.name_handed_out(group)
             for read in arriving:
                 self.store.settle(read, outcome)
             self._record("settle")
@@ -175,7 +178,7 @@ class Operations:
         """The claim, or None with what the refresh released, which has to be freed before trying again."""
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
-        with self.lock:
+        with collector_delayed(), self.lock:
             _, effects = self._refresh(train_step, AGEING_BITS)
             if effects.cleared.states:
                 return None, effects
@@ -199,19 +202,20 @@ class Operations:
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
         try:
-            masks = [masks_of(record, train_step) for record in claimed]
+            taken = [masks_of(record, train_step) for record in claimed]
             with self.lock:
-                for record in claimed:
-                    self._preserve(record, True)
-                writes = write_masks(claimed, masks)
-                for record, taken in zip(claimed, masks, strict=True):
+                if self.saves:
+                    for record in claimed:
+                        self._preserve(record, True)
+                writes = write_masks(claimed, taken)
+                for record, of_record in zip(claimed, taken, strict=True):
                     groups[record.task.name].append(record.states)
-                    tokens[record.task.name] += self.store.train(record, taken)
+                    tokens[record.task.name] += self.store.train(record, of_record)
                 entry = self._record("take") if claimed else entry
         except BaseException:
             self._give_back(claimed)
             raise
-        return Claim(TrainBatch(groups, tokens), claimed, masks, writes, self._take_back, self.journal, entry)
+        return Claim(TrainBatch(groups, tokens), claimed, taken, writes, self._take_back, self.journal, entry)
 
     def _give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
@@ -232,9 +236,9 @@ class Operations:
             except Exception:
                 logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
         with self.lock:
-            for record, masks, again in zip(claim.records, claim.masks, encoded, strict=True):
+            for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
                 if again is not None:
-                    self.store.untrain(record, masks)
+                    self.store.untrain(record, taken)
                     self._record("take back", again)
             ready = self.waiters.pop_ready(self._short)
         _wake(ready)

@@ -1,6 +1,6 @@
 """A stored group, and the settings of the task it belongs to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pystale._objects import Member
@@ -38,7 +38,7 @@ class Record:
     rerolls: int
     masks_tokens: bool  # whether the token rule applies to the group: it is on and the group is not agentic
     number: int = -1  # its id in the index
+    tokens: int = field(init=False)  # of all members
 
-    @property
-    def tokens(self) -> int:
-        return sum(member.tokens for member in self.members)
+    def __post_init__(self) -> None:
+        self.tokens = sum([member.tokens for member in self.members])

@@ -21,7 +21,7 @@ class Claim(NamedTuple):
 
     batch: TrainBatch
     records: list[Record]
-    masks: list[list[Taken]]
+    taken: list[Taken]
     writes: Writes  # the masks it has written
     take_back: "Callable[[Claim], None]"  # stores the groups again, as if they had never left
     journal: Journal | None = None

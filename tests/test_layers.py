@@ -24,6 +24,7 @@ LAYERS = (
         "columns",
         "disposal",
         "effects",
+        "handed_out",
         "history",
         "journal",
         "ledger",
