@@ -320,15 +320,10 @@ def trainable_mask(steps, response_mask, train_step, token_stale_threshold):
     >>> trainable_mask([5, 7, 7], None, 8, 1)
     (array([0, 1, 1], dtype=uint8), 2)
     """
-    cdef Argument tokens, mask, ones
+    cdef Py_ssize_t ones = 0
     cdef int64_t cutoff = oldest_fresh_step(as_train_step(train_step), as_token_threshold(token_stale_threshold))
-    kept = bind(&tokens, steps, b"steps", False)
-    kept_mask = None if response_mask is None else bind(&mask, response_mask, b"response_mask", True)
-    require_flat(tokens)
-    require_same_shape(tokens, mask)
-    result = new_mask(tokens, mask, cutoff, kept, kept_mask)
-    bind(&ones, result, b"mask", True)
-    return result, count_flags(ones.column, 0, ones.column.size)
+    result = mask_and_ones(steps, response_mask, cutoff, &ones)
+    return result, ones
 
 
 for _function in (seq_staleness, effective_mask, has_trainable_token, refresh_batch):

@@ -42,15 +42,14 @@ class Ledger:
         if tokens:
             self.discarded[reason] += tokens
 
-    def train(self, members: Sequence[Member], trained: int, sign: int = 1) -> Shares:
-        """Book a group in flight as trained, with `trained` of its tokens in the loss.
+    def train(self, members: Sequence[Member], tokens: int, trained: int, sign: int = 1) -> Shares:
+        """Book a group in flight as trained, with `trained` of its `tokens` in the loss.
 
         Returns
         -------
         tuple of int
             Tokens trained, masked as stale, and masked semantically.
         """
-        tokens = sum([member.tokens for member in members])
         trainable = sum([member.trainable for member in members])
         self.in_flight -= sign * tokens
         self.trained += sign * trained
@@ -58,9 +57,9 @@ class Ledger:
         self.masked_semantic += sign * (tokens - trainable)
         return trained, trainable - trained, tokens - trainable
 
-    def untrain(self, members: Sequence[Member], trained: int) -> None:
+    def untrain(self, members: Sequence[Member], tokens: int, trained: int) -> None:
         """Undo :meth:`train`."""
-        self.train(members, trained, sign=-1)
+        self.train(members, tokens, trained, sign=-1)
 
     def take_back(self, ticket: Ticket, arriving: Arriving) -> None:
         """Book what became of the tokens a group had when it was handed out, and those it has now as produced.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pystale._objects import trainable_mask
+from pystale._objects import trainable_masks
 from pystale.record import Record
 from pystale.writing import Writes
 
@@ -19,21 +19,10 @@ class Taken(NamedTuple):
 
 def masks_of(record: Record, train_step: int | None) -> Taken:
     """What a group trains with at `train_step`; without one every member keeps its mask. Nothing changes."""
-    masks: list[Any] = []
-    tokens = 0
+    if train_step is None:
+        return Taken([None] * len(record.states), sum([member.trainable for member in record.members]))
     threshold = record.task.rule.token_stale_threshold
-    masks_tokens = record.masks_tokens
-    for state, member in zip(record.states, record.members, strict=True):
-        applies = masks_tokens and member.newest_trainable >= 0
-        if train_step is None or not (applies or member.others):
-            masks.append(None)
-            tokens += member.trainable
-            continue
-        old = state.response_mask
-        mask, ones = trainable_mask(state.response_model_steps, old, train_step, threshold if applies else None)
-        masks.append(mask.tolist() if isinstance(old, list) else mask)
-        tokens += ones
-    return Taken(masks, tokens)
+    return Taken(*trainable_masks(record.states, record.members, record.masks_tokens, train_step, threshold))
 
 
 def write_masks(records: Sequence[Record], taken: Sequence[Taken]) -> Writes:

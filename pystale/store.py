@@ -353,14 +353,14 @@ class Store:
         """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
         self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
-        shares = self.ledger.train(record.members, taken.tokens)
+        shares = self.ledger.train(record.members, record.tokens, taken.tokens)
         if self.changes is not None:
             self.changes.take(record, shares)
         return shares[0]
 
     def untrain(self, record: Record, taken: Taken) -> None:
         """Store a record again that :meth:`train` booked, as if it had never left."""
-        self.ledger.untrain(record.members, taken.tokens)
+        self.ledger.untrain(record.members, record.tokens, taken.tokens)
         self.give_back(record)
         if self.changes is not None:
             self.changes.put(record, returned=False)
