@@ -42,7 +42,10 @@ class ReplayBuffer:
     store; it is held for microseconds, never across an await, I/O or a callback. A call that is cancelled before it
     took effect changes nothing, and no cancelled call takes groups along.
 
-    The buffer owns the groups it stores: change their states only after they are handed out.
+    The buffer owns the groups it stores: change their states only after they are handed out. A call that is cancelled
+    while it waits for an async ``on_release`` raises CancelledError, but what it did stands, and the release goes on.
+    A group whose state refuses what resetting it has to write (None, an empty list, the prompt) cannot be re-rolled; it
+    is discarded when it expires, with an error in the log, and the others are not affected.
 
     Parameters
     ----------
@@ -61,7 +64,7 @@ class ReplayBuffer:
     on_release : callable, optional
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
-        What it raises is logged; the operation stands.
+        What it raises is logged; the operation stands. KeyboardInterrupt and SystemExit go on to the caller.
     journal : path, optional
         Directory of a journal, created if absent, of which this buffer is the only user. See Notes.
     journal_delay : float, default 0.005
@@ -170,8 +173,9 @@ class ReplayBuffer:
         Parameters
         ----------
         group : sequence of RolloutState or alike
-            Members, which share a ``group_id``; where it is None the buffer gives them a fresh one. A group that
-            :meth:`get` handed out keeps its arrival and its count of re-rolls.
+            Members, which share a ``group_id``, an int or a str; where it is None the buffer gives them a fresh one. A
+            group that :meth:`get` handed out keeps its arrival and its count of re-rolls. States of a class without
+            ``group_id`` are then recognised as the objects they are.
         task_name : str, default "default"
             Task it belongs to.
         model_step : int, optional
@@ -188,8 +192,8 @@ class ReplayBuffer:
         Raises
         ------
         TypeError, ValueError
-            For an empty group, lengths that differ, a missing or future version, a task without a rule, a group that
-            is stored already. Nothing has changed then.
+            For an empty group, lengths that differ, a missing or future version, a task without a rule, a group or
+            a state that is stored already. Nothing has changed then.
         """
         status, effects = self.operations.put(group, task_name, model_step, train_step)
         await effects.finish(IN_EVENT_LOOP)

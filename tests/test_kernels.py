@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import pystale
 from pystale import (
     ModelSteps,
+    RolloutState,
     _objects,
     _reference,
     build_info,
@@ -262,3 +263,29 @@ def test_public_names_live_in_the_package() -> None:
     public = (seq_staleness, effective_mask, has_trainable_token, refresh_batch, build_info, ModelSteps)
     assert {item.__module__ for item in public} == {"pystale"}
     assert all(getattr(pystale, item.__name__) is item for item in public)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(-1, 9), max_size=6), st.integers(0, 3)), max_size=5), st.booleans())
+def test_masks_of_a_group_are_those_of_its_members(responses, rule_applies):
+    states = []
+    for steps, form in responses:
+        mask = [n % 2 for n in range(len(steps))] if form == 1 else None
+        given_steps = [steps, np.array(steps, np.int64), tuple(steps), ModelSteps.from_list(steps)][form]
+        states.append(RolloutState(response_model_steps=given_steps, response_mask=mask))
+    members = [_objects.measure(state, state.response_model_steps) for state in states]
+    masks, ones = _objects.trainable_masks(states, members, rule_applies, 10, 4)
+    total = 0
+    for state, member, mask in zip(states, members, masks, strict=True):
+        applies = rule_applies and member.newest_trainable >= 0
+        expected, trained = _objects.trainable_mask(
+            state.response_model_steps, state.response_mask, 10, 4 if applies else None
+        )
+        total += trained
+        if mask is None:
+            assert not applies
+            assert member.others == 0
+            assert trained == member.trainable
+        else:
+            assert type(mask) is (list if isinstance(state.response_mask, list) else np.ndarray)
+            assert list(mask) == expected.tolist()
+    assert ones == total
