@@ -1,7 +1,7 @@
 """Types of the kernels and ModelSteps.
 
-`summarise` and what reads states are for the buffer; `trainable_mask` is `trainable_masks` of one response. Everything else
-is public under `pystale`.
+`summarise` and what reads states are for the buffer; `trainable_mask` is `trainable_masks` of one response. Everything
+else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
