@@ -15,10 +15,11 @@ cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(PyObject* object) noexcept
     long long PyLong_AsLongLongAndOverflow(PyObject* object, int* overflow) noexcept
 
-cdef extern from "<algorithm>" namespace "std":
-    void fill_n(int64_t* values, size_t count, int64_t value) noexcept
+cdef extern from "bindings_arguments.hpp" namespace "pystale::loops":
+    void repeat(int64_t value, size_t count, int64_t* out) noexcept
 
 cdef extern from "bindings_arguments.hpp" namespace "pystale":
+    const int kAllTheSame
     ctypedef int (*Reader)(void* source, size_t first, size_t count, int64_t* values) except -1
 
     cdef cppclass byte "std::byte":
@@ -192,7 +193,10 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
         item = items[i]
         if item == last:
             same = same_objects(items + i, count - i)
-            fill_n(values + i, same, value)
+            if same == count:
+                values[0] = value
+                return kAllTheSame
+            repeat(value, same, values + i)
             i += same
             continue
         if not PyLong_CheckExact(<object> item) or not small_int(item, &value):
