@@ -153,42 +153,53 @@ PYSTALE_INLINE inline void gather_loop(const std::byte* at, std::ptrdiff_t strid
     }
 }
 
-// What fill does by hand before fill_loop does the rest: how many entries. g++ 12 narrows the comparisons of four-byte
-// steps to bytes in twice the operations that are needed (it cannot know that they are all ones or all zeros), which is
-// a third of the time of the whole loop.
+// What fill does by hand, before fill_loop does the rest. g++ 12 narrows comparisons of wide steps to bytes in twice
+// the operations that are needed (it cannot know that they are all ones or all zeros), a third of the time of the loop.
 #if defined(PYSTALE_MULTIVERSION)
-__attribute__((target("arch=x86-64-v3"))) inline __m256i reached(const std::int32_t* steps, __m256i below) noexcept {
-    return _mm256_cmpgt_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(steps)), below);
+#define PYSTALE_AVX2 __attribute__((target("avx2")))
+
+// Four (eight) comparisons as one vector of bytes, -1 where steps[i] > below. Packing works within each half of a
+// vector, so that the groups have to be put back in order at the end.
+PYSTALE_AVX2 inline __m256i above(const std::int32_t* steps, __m256i below) noexcept {
+    const auto* const at = reinterpret_cast<const __m256i*>(steps);
+    const __m256i low = _mm256_packs_epi32(_mm256_cmpgt_epi32(_mm256_loadu_si256(at), below),
+                                           _mm256_cmpgt_epi32(_mm256_loadu_si256(at + 1), below));
+    const __m256i high = _mm256_packs_epi32(_mm256_cmpgt_epi32(_mm256_loadu_si256(at + 2), below),
+                                            _mm256_cmpgt_epi32(_mm256_loadu_si256(at + 3), below));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
 }
 
-__attribute__((target("arch=x86-64-v3"))) std::size_t fill_vectors(const std::int32_t* steps, const std::uint8_t* mask,
-                                                                   std::size_t count, std::int32_t cutoff,
-                                                                   std::uint8_t* out) noexcept {
-    const __m256i below = _mm256_set1_epi32(cutoff - 1);  // cutoff >= 0
+PYSTALE_AVX2 inline __m256i above(const std::int64_t* steps, __m256i below) noexcept {
+    const auto* const at = reinterpret_cast<const __m256i*>(steps);
+    __m256i pairs[4];
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = _mm256_packs_epi32(_mm256_cmpgt_epi64(_mm256_loadu_si256(at + 2 * i), below),
+                                      _mm256_cmpgt_epi64(_mm256_loadu_si256(at + 2 * i + 1), below));
+    }
+    const __m256i packed =
+        _mm256_packs_epi16(_mm256_packs_epi32(pairs[0], pairs[1]), _mm256_packs_epi32(pairs[2], pairs[3]));
+    const __m256i halves = _mm256_permute4x64_epi64(packed, 0b11011000);
+    const __m256i order = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15,  //
+                                           0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm256_shuffle_epi8(halves, order);
+}
+
+// The first entries, in groups of 32; returns how many.
+template <class Step>
+PYSTALE_AVX2 std::size_t fill_vectors(const Step* steps, const std::uint8_t* mask, std::size_t count, Step cutoff,
+                                      std::uint8_t* out) noexcept {
+    // cutoff >= 0, so one less does not wrap around.
+    const __m256i below =
+        sizeof(Step) == 4 ? _mm256_set1_epi32(static_cast<std::int32_t>(cutoff - 1)) : _mm256_set1_epi64x(cutoff - 1);
     const __m256i ones = _mm256_set1_epi8(1);
-    // Packing works within each half of a vector; this puts the eight groups of four back in order.
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     std::size_t i = 0;
     for (; i + 32 <= count; i += 32) {
-        const __m256i low = _mm256_packs_epi32(reached(steps + i, below), reached(steps + i + 8, below));
-        const __m256i high = _mm256_packs_epi32(reached(steps + i + 16, below), reached(steps + i + 24, below));
-        const __m256i fresh = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
         __m256i flags = ones;
         if (mask) flags = _mm256_min_epu8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask + i)), ones);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_and_si256(fresh, flags));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_and_si256(above(steps + i, below), flags));
     }
     return i;
-}
-
-__attribute__((target("default"))) std::size_t fill_vectors(const std::int32_t* /*steps*/, const std::uint8_t* /*mask*/,
-                                                            std::size_t /*count*/, std::int32_t /*cutoff*/,
-                                                            std::uint8_t* /*out*/) noexcept {
-    return 0;
-}
-#else
-std::size_t fill_vectors(const std::int32_t* /*steps*/, const std::uint8_t* /*mask*/, std::size_t /*count*/,
-                         std::int32_t /*cutoff*/, std::uint8_t* /*out*/) noexcept {
-    return 0;
 }
 #endif
 
@@ -211,14 +222,17 @@ PYSTALE_MULTIVERSION_CLONES void fill(Entries steps, const std::uint8_t* mask, s
                                       std::uint8_t* out) noexcept {
     typed(steps, [=](auto* values) PYSTALE_INLINE {
         using Step = Pointee<decltype(values)>;
-        std::size_t done = 0;
         if (!reaches<Step>(cutoff)) {
             std::fill_n(out, count, std::uint8_t{0});
             return;
         }
-        if constexpr (std::is_same_v<Step, std::int32_t>) {
-            done = fill_vectors(values, mask, count, static_cast<Step>(cutoff), out);
+        std::size_t done = 0;
+#if defined(PYSTALE_MULTIVERSION)
+        if constexpr (std::is_signed_v<Step> && sizeof(Step) >= 4) {
+            if (__builtin_cpu_supports("avx2"))
+                done = fill_vectors(values, mask, count, static_cast<Step>(cutoff), out);
         }
+#endif
         fill_loop(values + done, mask ? mask + done : nullptr, count - done, static_cast<Step>(cutoff), out + done);
     });
 }

@@ -7,6 +7,7 @@ from cpython.number cimport PyNumber_AsSsize_t, PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport INT64_MAX, int64_t, uint8_t
+from libc.string cimport memcmp
 
 cdef extern from "Python.h":
     bint PyList_Check(PyObject* object) noexcept
@@ -237,10 +238,14 @@ cdef object bind(Argument* argument, object given, const char* name, bint is_mas
     return given
 
 
-cdef object shape_of(const Argument& argument):
+cdef tuple shape_tuple(int axes, const Py_ssize_t* shape):
+    return tuple([shape[axis] for axis in range(axes)])
+
+
+cdef tuple shape_of(const Argument& argument):
     if not argument.in_memory:
         return (argument.column.size,)
-    return tuple([argument.view.layout.shape[axis] for axis in range(argument.view.layout.axes)])
+    return shape_tuple(argument.view.layout.axes, argument.view.layout.shape)
 
 
 cdef int require_flat(const Argument& argument) except -1:
@@ -316,15 +321,16 @@ cdef int check_lists(const Argument& steps, const Argument& mask) except -1:
     return 0
 
 
-cdef int bind_out(ArrayView* view, object out, str name, Element element, bint boolean, tuple shape) except -1:
+cdef int bind_out(ArrayView* view, object out, str name, Element element, bint boolean, int axes,
+                  const Py_ssize_t* shape) except -1:
     cdef ArrayKind kind = arrays.view(<PyObject*> out, view)
     dtype = "bool" if boolean else "uint8" if element == Element.u8 else "int64"
     if kind == ArrayKind.not_an_array:
         raise TypeError(f"{name} is {described(out)}; an array of {dtype} is required")
     if kind == ArrayKind.other_dtype or view.element != element or view.boolean != boolean or view.swapped:
         raise TypeError(f"{name} has dtype {out.dtype}; {dtype} is required")
-    if out.shape != shape:
-        raise ValueError(f"{name} has shape {out.shape}; {shape} is required")
+    if view.layout.axes != axes or memcmp(view.layout.shape, shape, axes * sizeof(Py_ssize_t)) != 0:
+        raise ValueError(f"{name} has shape {out.shape}; {shape_tuple(axes, shape)} is required")
     if not view.writable:
         raise ValueError(f"{name} is read-only; a writable array is required")
     if not entries_are_distinct(view.layout):

@@ -108,13 +108,18 @@ def effective_mask(steps, *, train_step, token_stale_threshold, response_mask=No
     """
     cdef Argument tokens, mask
     cdef ArrayView target
+    cdef Py_ssize_t size
     cdef int64_t cutoff = oldest_fresh_step(as_train_step(train_step), as_token_threshold(token_stale_threshold))
     kept = bind(&tokens, steps, b"steps", False)
     kept_mask = None if response_mask is None else bind(&mask, response_mask, b"response_mask", True)
     require_same_shape(tokens, mask)
     if out is None:
         return new_mask(tokens, mask, cutoff, kept, kept_mask)
-    bind_out(&target, out, "out", Element.u8, False, shape_of(tokens))
+    if tokens.in_memory:
+        bind_out(&target, out, "out", Element.u8, False, tokens.view.layout.axes, tokens.view.layout.shape)
+    else:
+        size = tokens.column.size
+        bind_out(&target, out, "out", Element.u8, False, 1, &size)
     # Written early, an entry could be read later as a step or as another token's mask; and a uint64 step too large for
     # int64 is found only on the way.
     if (overlaps(target.layout, tokens)
@@ -243,8 +248,8 @@ def refresh_batch(steps, offsets, *, train_step, stale_threshold, token_stale_th
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError("out must be a tuple of two arrays: seq_staleness (int64) and expired (bool)")
         staleness_array, expired_array = out
-    bind_out(&staleness, staleness_array, "out[0]", Element.i64, False, (responses,))
-    bind_out(&expired, expired_array, "out[1]", Element.u8, True, (responses,))
+    bind_out(&staleness, staleness_array, "out[0]", Element.i64, False, 1, &responses)
+    bind_out(&expired, expired_array, "out[1]", Element.u8, True, 1, &responses)
     if (may_overlap(staleness.layout, expired.layout)
             or overlaps(staleness.layout, tokens) or overlaps(expired.layout, tokens)
             or overlaps(staleness.layout, mask) or overlaps(expired.layout, mask)

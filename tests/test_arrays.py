@@ -62,6 +62,20 @@ def test_uint64_past_int64_is_refused_naming_the_entry() -> None:
         fresh(table, train_step=5)
 
 
+@pytest.mark.parametrize("stride", [1, 2, -1])
+@pytest.mark.parametrize("order", "<>")
+def test_uint64_past_int64_is_found_anywhere_in_any_layout(stride: int, order: str) -> None:
+    steps = np.zeros(5000 * abs(stride), np.dtype("u8").newbyteorder(order))[::stride]
+    for at in (0, 1023, 1024, 4999):
+        steps[at] = 2**63 + at
+        for call in (lambda: fresh(steps, train_step=5), lambda: seq_staleness(steps, train_step=5)):
+            with pytest.raises(ValueError, match=rf"steps\[{at}\] is {2**63 + at}"):
+                call()
+        steps[at] = 2**63 - 1  # the largest step there is
+        assert fresh(steps, train_step=2**63 - 1, threshold=0)[at] == 1
+        steps[at] = 0
+
+
 @pytest.mark.parametrize(
     "array", [np.array([3.9]), np.array([np.nan]), np.array(["3"]), np.array([3], object)], ids=repr
 )
