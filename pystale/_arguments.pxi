@@ -210,6 +210,29 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
     return 0
 
 
+cdef object tensor_memory(object tensor, str name):
+    """The array over a torch tensor's memory; anything else comes back as it is. Torch is looked up, never imported."""
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as refusal:
+        reason = refusal
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        message = f"has dtype {tensor.dtype}; an integer or bool dtype is required, nothing is converted"
+    elif tensor.device.type != "cpu":
+        message = f"is on device {tensor.device}; memory of the CPU is required, .cpu() copies it there"
+    elif tensor.layout is not torch.strided:
+        message = f"has layout {tensor.layout}; a dense tensor is required, .to_dense() makes one"
+    elif tensor.is_neg():
+        message = "is a negated view that was not computed yet; .resolve_neg() makes a tensor of it"
+    else:
+        message = f"has no memory to read: {reason}"
+    raise TypeError(f"{name} {message}") from reason
+
+
 cdef object bind(Argument* argument, object given, const char* name, bint is_mask):
     """Points `argument` at `given` and returns the object whose memory is read, to be kept for as long."""
     cdef ArrayKind kind
@@ -225,6 +248,9 @@ cdef object bind(Argument* argument, object given, const char* name, bint is_mas
         use_runs(argument[0], (<ModelSteps> given).runs_)
         return given
     kind = arrays.view(pointer, &argument.view)
+    if kind == ArrayKind.not_an_array:
+        given = tensor_memory(given, name.decode())
+        kind = arrays.view(<PyObject*> given, &argument.view)
     if kind == ArrayKind.not_an_array and (PyObject_CheckBuffer(given) or hasattr(type(given), "__array__")):
         given = np.asarray(given)
         kind = arrays.view(<PyObject*> given, &argument.view)
@@ -321,13 +347,24 @@ cdef int check_lists(const Argument& steps, const Argument& mask) except -1:
     return 0
 
 
-cdef int bind_out(ArrayView* view, object out, str name, Element element, bint boolean, int axes,
-                  const Py_ssize_t* shape) except -1:
+cdef enum OutDtype:
+    flags  # uint8 or bool
+    bools
+    int64s
+
+
+cdef object bind_out(ArrayView* view, object out, str name, OutDtype wanted, int axes, const Py_ssize_t* shape):
+    """Points `view` at the memory of `out`, an array or a tensor, and returns the array, to be kept for as long."""
     cdef ArrayKind kind = arrays.view(<PyObject*> out, view)
-    dtype = "bool" if boolean else "uint8" if element == Element.u8 else "int64"
+    dtype = "uint8 or bool" if wanted == OutDtype.flags else "bool" if wanted == OutDtype.bools else "int64"
     if kind == ArrayKind.not_an_array:
-        raise TypeError(f"{name} is {described(out)}; an array of {dtype} is required")
-    if kind == ArrayKind.other_dtype or view.element != element or view.boolean != boolean or view.swapped:
+        out = tensor_memory(out, name)
+        kind = arrays.view(<PyObject*> out, view)
+    if kind == ArrayKind.not_an_array:
+        raise TypeError(f"{name} is {described(out)}; an array or tensor of {dtype} is required")
+    if (kind == ArrayKind.other_dtype or view.swapped
+            or view.element != (Element.i64 if wanted == OutDtype.int64s else Element.u8)
+            or (wanted == OutDtype.bools and not view.boolean)):
         raise TypeError(f"{name} has dtype {out.dtype}; {dtype} is required")
     if view.layout.axes != axes or memcmp(view.layout.shape, shape, axes * sizeof(Py_ssize_t)) != 0:
         raise ValueError(f"{name} has shape {out.shape}; {shape_tuple(axes, shape)} is required")
@@ -335,7 +372,7 @@ cdef int bind_out(ArrayView* view, object out, str name, Element element, bint b
         raise ValueError(f"{name} is read-only; a writable array is required")
     if not entries_are_distinct(view.layout):
         raise ValueError(f"entries of {name} share memory (strides {out.strides}); every entry must have its own")
-    return 0
+    return out
 
 
 cdef object new_mask(const Argument& steps, const Argument& mask, int64_t cutoff, object kept, object kept_mask):
