@@ -10,6 +10,7 @@
 #endif
 
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -81,6 +82,12 @@ struct Argument {
     ArrayView view;
     ListCursor cursor;
     Column column;  // of every kind, except an array whose number of axes is not 1
+
+    // For the next object.
+    void clear() noexcept {
+        this->~Argument();
+        new (this) Argument();
+    }
 
     [[nodiscard]] const Column* mask() const noexcept { return given ? &column : nullptr; }
 };

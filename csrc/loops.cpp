@@ -297,6 +297,27 @@ PYSTALE_MULTIVERSION_CLONES void gather(const std::byte* at, std::ptrdiff_t stri
     }
 }
 
+PYSTALE_MULTIVERSION_CLONES void spread(const std::uint8_t* flags, std::size_t count, std::size_t item_size,
+                                        std::uint64_t one, std::byte* out) noexcept {
+    const auto as = [=](auto type) PYSTALE_INLINE {
+        using T = decltype(type);
+        for (std::size_t i = 0; i < count; ++i) {
+            const auto value = static_cast<T>(static_cast<T>(-static_cast<T>(flags[i])) & static_cast<T>(one));
+            std::memcpy(out + i * sizeof(T), &value, sizeof value);
+        }
+    };
+    switch (item_size) {
+        case 1:
+            return as(std::uint8_t{});
+        case 2:
+            return as(std::uint16_t{});
+        case 4:
+            return as(std::uint32_t{});
+        default:
+            return as(std::uint64_t{});
+    }
+}
+
 // Thirty-two at a time, since runs are long; a loop that could stop at each word would not vectorise.
 PYSTALE_MULTIVERSION_CLONES std::size_t same_words(const std::uintptr_t* words, std::size_t count) noexcept {
     constexpr std::size_t kStride = 32;

@@ -33,6 +33,10 @@ void test(Entries entries, std::size_t count, std::uint8_t* flags) noexcept;
 // Entries that are not zero.
 [[nodiscard]] std::size_t count_flags(const std::uint8_t* mask, std::size_t count) noexcept;
 
+// Entries of item_size bytes, any alignment: those of `one` where flags[i] is 1, zero where it is 0.
+void spread(const std::uint8_t* flags, std::size_t count, std::size_t item_size, std::uint64_t one,
+            std::byte* out) noexcept;
+
 // values[i] = entries[i]
 void widen(Entries entries, std::size_t count, std::int64_t* values) noexcept;
 

@@ -6,8 +6,8 @@ from cpython.long cimport PyLong_Check, PyLong_CheckExact
 from cpython.number cimport PyNumber_AsSsize_t, PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport INT64_MAX, int64_t, uint8_t
-from libc.string cimport memcmp
+from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memset
 
 cdef extern from "Python.h":
     bint PyList_Check(PyObject* object) noexcept
@@ -18,6 +18,7 @@ cdef extern from "Python.h":
 
 cdef extern from "bindings_arguments.hpp" namespace "pystale::loops":
     void repeat(int64_t value, size_t count, int64_t* out) noexcept
+    void spread(const uint8_t* flags, size_t count, size_t item_size, uint64_t one, byte* out) noexcept
 
 cdef extern from "bindings_arguments.hpp" namespace "pystale":
     const int kAllTheSame
@@ -39,6 +40,7 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale":
 
     cdef cppclass Layout:
         byte* data
+        size_t item_size
         int axes
         const Py_ssize_t* shape
         const Py_ssize_t* strides
@@ -115,6 +117,7 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale::bindings":
         ArrayView view
         ListCursor cursor
         Column column
+        void clear() noexcept
 
     size_t same_objects(PyObject** items, size_t count) noexcept
     bint small_int(PyObject* object, int64_t* value) noexcept
@@ -210,8 +213,24 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
     return 0
 
 
-cdef object tensor_memory(object tensor, str name):
-    """The array over a torch tensor's memory; anything else comes back as it is. Torch is looked up, never imported."""
+def tensor_memory(tensor, str name, *, bint floats=False):
+    """The array over a torch tensor's memory; anything else comes back as it is.
+
+    Torch is looked up among the imported modules, never imported.
+
+    Parameters
+    ----------
+    tensor : object
+    name : str
+        What the caller calls it, for the error message.
+    floats : bool
+        Whether floating point is of use to the caller.
+
+    Raises
+    ------
+    TypeError
+        The memory cannot be used as it is, and what the caller can do about it.
+    """
     torch = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
     if kind is None or not isinstance(tensor, kind):
@@ -220,16 +239,18 @@ cdef object tensor_memory(object tensor, str name):
         return tensor.numpy()
     except (TypeError, RuntimeError) as refusal:
         reason = refusal
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if not floats and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         message = f"has dtype {tensor.dtype}; an integer or bool dtype is required, nothing is converted"
     elif tensor.device.type != "cpu":
         message = f"is on device {tensor.device}; memory of the CPU is required, .cpu() copies it there"
     elif tensor.layout is not torch.strided:
         message = f"has layout {tensor.layout}; a dense tensor is required, .to_dense() makes one"
+    elif tensor.requires_grad:
+        message = "requires grad; a tensor outside the graph is required, .detach() gives one over the same memory"
     elif tensor.is_neg():
         message = "is a negated view that was not computed yet; .resolve_neg() makes a tensor of it"
     else:
-        message = f"has no memory to read: {reason}"
+        message = f"of dtype {tensor.dtype} cannot be used as an array: {reason}"
     raise TypeError(f"{name} {message}") from reason
 
 

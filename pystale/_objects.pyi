@@ -76,6 +76,15 @@ def trainable_mask(
     steps: _Steps, response_mask: _Mask | None, train_step: int, token_stale_threshold: int | None
 ) -> tuple[npt.NDArray[np.uint8], int]: ...
 
+# For the masks of a batch: (steps, mask, tokens) of every response, checked, and their masks written as `one` or 0.
+def read_responses(states: Iterable[Any]) -> list[tuple[_Steps, _Mask | None, int]]: ...
+def write_responses(
+    responses: list[tuple[_Steps, _Mask | None, int]], out: npt.NDArray[Any], one: int, *, left: bool = False
+) -> None: ...
+
+# The array over a torch tensor's memory; anything else comes back as it is.
+def tensor_memory(tensor: Any, name: str, *, floats: bool = False) -> Any: ...
+
 # Numbers of one group member; its docstring says what each is.
 @final
 class Member:
