@@ -52,7 +52,7 @@ class TrainBatch(Mapping[str, list[Group]]):
         out: Any = None,
         *,
         length: int | None = None,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
         padding: Literal["left", "right"] = "right",
     ) -> Any:
         """Masks of all responses as one table: 1 where a token enters the loss, 0 elsewhere and in the padding.
@@ -113,14 +113,14 @@ class TrainBatch(Mapping[str, list[Group]]):
         if longest > table.shape[1]:
             at = next(at for at, (_, _, tokens) in enumerate(responses) if tokens > table.shape[1])
             raise ValueError(
-                f"response {at} has {responses[at][2]} tokens, the table is {table.shape[1]} wide; the longest response "
-                f"needs {longest}"
+                f"response {at} has {responses[at][2]} tokens, the table is {table.shape[1]} wide; the longest "
+                f"response needs {longest}"
             )
         _write(responses, table, left=padding == "left")
         return result
 
     def packed_response_masks(
-        self, out: Any = None, *, dtype: npt.DTypeLike = None
+        self, out: Any = None, *, dtype: npt.DTypeLike | None = None
     ) -> tuple[Any, npt.NDArray[np.int64]]:
         """Masks of all responses laid end to end, as :meth:`response_masks` but without padding.
 
@@ -176,7 +176,7 @@ def _number(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _writable(out: Any, *, length: int | None, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _writable(out: Any, *, length: int | None, dtype: npt.DTypeLike | None) -> npt.NDArray[Any]:
     """The array to write for an `out` of the caller's."""
     if length is not None or dtype is not None:
         raise ValueError("length and dtype are those of out where out is given; leave them out")
