@@ -158,6 +158,42 @@ def test_nothing_overflows_at_the_ends_of_int64() -> None:
     assert seq_staleness([2147483653], train_step=2147483655) == 1
 
 
+EDGES = [127, 128, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 2]
+
+
+@pytest.mark.parametrize("dtype", strategies.INTEGER_DTYPES, ids=str)
+@pytest.mark.parametrize("stride", [1, 2, 3, -1])
+@pytest.mark.parametrize("order", "<>")
+def test_cutoffs_past_the_range_of_the_dtype(dtype: np.dtype[Any], stride: int, order: str) -> None:
+    # More than one block of a copied array, and a length that is no multiple of a vector's.
+    values = [0, 5, *(edge for edge in EDGES if edge <= np.iinfo(dtype).max)] * 113
+    steps = np.repeat(np.array(values, dtype.newbyteorder(order)), abs(stride))[::stride]
+    mask = np.arange(len(steps)) % 3
+    for edge in EDGES:
+        arguments = {"train_step": edge + 1, "token_stale_threshold": 1, "response_mask": mask}
+        expected = (steps.astype(np.int64) >= edge) & (mask != 0)
+        np.testing.assert_array_equal(effective_mask(steps, **arguments), expected)
+        assert has_trainable_token(steps, **arguments) == expected.any()
+    assert seq_staleness(steps[steps != 0], train_step=9) == 3
+    newest = int(steps[mask != 0].max())
+    assert _objects.summarise(steps, mask) == (0, newest, np.count_nonzero(mask), len(steps))
+
+
+@pytest.mark.parametrize("dtype", strategies.INTEGER_DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 63, 64, 65, 100, 1023, 1024, 1025])
+def test_every_length_is_masked_to_its_last_token(dtype: np.dtype[Any], length: int) -> None:
+    steps = np.array([3, 8, 5, 6, 1, 6, 7] * 200, dtype)[:length]
+    mask = np.array([1, 1, 0, 2, 1] * 300, np.uint8)[:length]
+    # One entry more than is asked for, to see that nothing is written past the end.
+    out = np.full(length + 1, 7, np.uint8)
+    arguments = {"train_step": 7, "token_stale_threshold": 1}
+    effective_mask(steps, **arguments, response_mask=mask, out=out[:length])
+    np.testing.assert_array_equal(out[:length], (steps >= 6) & (mask != 0))
+    effective_mask(steps, **arguments, out=out[:length])
+    np.testing.assert_array_equal(out[:length], steps >= 6)
+    assert out[length] == 7
+
+
 @given(response=strategies.tokens(), train_step=strategies.train_steps)
 def test_seq_staleness_is_its_reference(response: Any, train_step: int) -> None:
     steps, _, steps_form, _ = response
