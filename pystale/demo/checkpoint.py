@@ -13,8 +13,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,13 @@ class RunDirectory:
                 f"{str(self.path)!r} holds a run of version {content.get('version')!r}, known is {VERSION}; choose "
                 "another directory, or the pystale that wrote it"
             )
-        with self._contradictions():
-            self._check_settings(settings, content["settings"])
+        self._check_settings(settings, content.get("settings"))
+        try:
             return self._saved_run(settings, content)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as fault:
+            raise CheckpointError(f"the run in {str(self.path)!r} contradicts itself: {fault!r:.200}") from None
 
     def resume(self, buffer: ReplayBuffer) -> Resumed:
         """Load the groups. What was trained since the checkpoint is stored again: the weights do not know it."""
@@ -184,6 +187,8 @@ class RunDirectory:
             )
 
     def _check_settings(self, settings: Settings, saved: Any) -> None:
+        if not isinstance(saved, dict) or set(saved) != {field.name for field in fields(Settings)}:
+            raise CheckpointError(f"the run in {str(self.path)!r} contradicts itself: its settings are {saved!r:.200}")
         for field in fields(Settings):
             given, kept = getattr(settings, field.name), saved[field.name]
             if given != kept or type(given) is not type(kept):
@@ -225,11 +230,3 @@ class RunDirectory:
         if set(tensors) != set(TENSORS) or any(t.shape != (SIZE,) or t.dtype != np.float32 for t in tensors.values()):
             raise CheckpointError(f"{path} does not hold the tensors {', '.join(TENSORS)}")
         return tensors
-
-    @contextmanager
-    def _contradictions(self) -> Iterator[None]:
-        """What of the content is not there, or is something else, as an error that says where."""
-        try:
-            yield
-        except (KeyError, TypeError, AttributeError) as fault:
-            raise CheckpointError(f"the run in {str(self.path)!r} contradicts itself: {fault!r:.200}") from None

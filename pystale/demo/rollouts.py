@@ -90,20 +90,17 @@ class EngineController:
         self._engine.resume()
 
 
-def forget_versions_after(group: Sequence[RolloutState], model_step: int) -> bool:
-    """Cut the responses of a group back to the tokens of weights up to `model_step`; whether there was anything to cut.
+def forget_versions_after(group: Sequence[RolloutState], model_step: int) -> None:
+    """Cut the responses of a group back to the tokens of weights up to `model_step`.
 
     After a crash the weights are those of the last checkpoint. A response that newer ones began cannot be continued by
     them: its versions would not be in order.
     """
-    changed = False
     for member in group:
         if member.max_model_step is None or member.max_model_step <= model_step:
             continue
-        changed = True
-        kept = ModelSteps()
-        steps: Any = member.response_model_steps
-        for step, count in steps.runs():
+        kept, steps = ModelSteps(), member.response_model_steps
+        for step, count in ModelSteps.from_list(steps).runs():  # type: ignore[arg-type]
             if step <= model_step:
                 kept.append(step, count)
         tokens: Any = member.response_ids
@@ -112,7 +109,6 @@ def forget_versions_after(group: Sequence[RolloutState], model_step: int) -> boo
         member.response_model_steps, member.response_mask = kept, None
         member.response, member.reward, member.finish_reason = "", None, None
         member.status = Status.ABORTED
-    return changed
 
 
 class CountingSampler(PromptSampler):
