@@ -109,7 +109,7 @@ def demo(
         str,
         typer.Option(
             parser=_mode,
-            metavar="|".join(MODES),
+            metavar="MODE",
             help="sync: exactly a batch is generated, then trained; nothing is stale. colocated: what is not finished "
             "when a batch is there is continued after the weight sync. disaggregated: the engine generates in the "
             "background while the policy trains.",
@@ -196,14 +196,17 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def _demo(settings: Settings, checkpoint: str | None, every: int) -> int:
     from pystale.demo.checkpoint import RunDirectory
-    from pystale.demo.display import show
+    from pystale.demo.display import NotKept, show
 
     directory = None if checkpoint is None else RunDirectory(checkpoint, every)
     try:
         return show(settings, directory)
-    except ValueError as error:
-        return _refuse(str(error))
     except BrokenPipeError:
         raise
+    except NotKept as error:
+        _refuse(str(error))
+        return 1
+    except ValueError as error:
+        return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))

@@ -23,7 +23,7 @@ from pystale.demo.run import Run
 from pystale.demo.session import execute
 from pystale.demo.settings import Settings
 
-__all__ = ["LiveDisplay", "PlainDisplay", "show"]
+__all__ = ["LiveDisplay", "NotKept", "PlainDisplay", "show"]
 
 WIDTH = 92
 INTERRUPTED = 130
@@ -36,6 +36,10 @@ TITLES = {
     "disaggregated": "asynchronous GRPO beside the engine",
 }
 VERSIONS = ("cyan", "magenta", "yellow", "green", "blue")
+
+
+class NotKept(RuntimeError):
+    """A run ended because it could not be kept: the disk is full, or gone."""
 
 
 def show(settings: Settings, directory: RunDirectory | None = None) -> int:
@@ -55,8 +59,9 @@ def show(settings: Settings, directory: RunDirectory | None = None) -> int:
     Raises
     ------
     ValueError, OSError
-        For a setting out of range, or a directory that cannot be used, before anything has started. An OSError also
-        when a checkpoint or the journal cannot be written later, after the report so far.
+        For a setting out of range, or a directory that cannot be used, before anything has started.
+    NotKept
+        When a checkpoint or the journal cannot be written later; after the report so far.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -76,11 +81,24 @@ def show(settings: Settings, directory: RunDirectory | None = None) -> int:
     try:
         with threadpool_limits(limits=1, user_api="blas"), display:
             interrupted = asyncio.run(execute(run, display))
-    except OSError:
-        display.finish(run.record, "")
+    except BrokenPipeError:
         raise
+    except OSError as error:
+        if directory is None:
+            raise
+        display.finish(run.record, "")
+        raise NotKept(f"the run cannot be kept any longer: {error}; {saved(settings, directory)}") from error
     display.finish(run.record, left(run, directory) if interrupted else "")
     return INTERRUPTED if interrupted else 0
+
+
+def saved(settings: Settings, directory: RunDirectory) -> str:
+    """What there is to go on from after a failure."""
+    try:
+        run = directory.read(settings)
+    except (OSError, ValueError):
+        run = None
+    return "no checkpoint was written" if run is None else f"its last checkpoint is of step {run.record.steps}"
 
 
 def kept(run: Run, directory: RunDirectory) -> str:

@@ -74,7 +74,8 @@ def report(record: Record) -> list[tuple[str, str]]:
         rows.append(("groups", groups_text(record)))
     if record.refreshes:
         p50, p99 = np.percentile(record.refresh_us, [50, 99])
-        rows.append(("refresh", f"p50 {p50:.0f} us, p99 {p99:.0f} us, max {max(record.refresh_us):.0f} us"))
+        synced = ", waiting for the disk included" if record.checkpoints else ""
+        rows.append(("refresh", f"p50 {p50:.0f} us, p99 {p99:.0f} us, max {max(record.refresh_us):.0f} us{synced}"))
         idle = [us for us, expired in record.refreshes if not expired]
         if 0 < len(idle) < len(record.refreshes):
             rows.append(
