@@ -1,10 +1,10 @@
 """Types of the kernels and ModelSteps.
 
-`summarise` and `trainable_mask` are for the buffer; everything else is public under `pystale`.
+`summarise`, `trainable_mask` and `pack_lists` are for the buffer; everything else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, final, overload
+from typing import Any, ClassVar, Literal, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,11 @@ class Member:
     def seq_staleness(self, train_step: int) -> int: ...
 
 def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> Member: ...
+
+# Kind, values and lengths of lists of one kind of number; None for others.
+def pack_lists(
+    lists: list[list[Any]] | tuple[list[Any], ...],
+) -> tuple[Literal["ints", "floats", "bools"], bytes, list[int]] | None: ...
 
 # Old values of the fields that held something.
 def replace_fields(state: Any, new: dict[str, Any]) -> dict[str, Any]: ...

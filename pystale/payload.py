@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pystale._objects import ModelSteps
-from pystale.columns import FIELDS, LIST_STRIDE, Array, ColumnReader, Entries, Malformed, array_kind, scalar_kind
+from pystale._objects import ModelSteps, pack_lists
+from pystale.columns import FIELDS, Array, ColumnReader, Entries, Malformed, array_kind, scalar_kind
 from pystale.state import RolloutState, Status
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
 MAX_DEPTH = 100
 # A nested list shorter than this stays in the JSON, where it can be read.
 _SHORT = 16
+# Most list entries that are read without letting other threads run: about a millisecond.
+LIST_STRIDE = 1 << 18
 # Longest stretch of an array, in bytes, that is copied without letting other threads run.
 _ARRAY_STRIDE = 1 << 20
 
@@ -45,6 +47,10 @@ _HEX_DOUBLE = re.compile(r"[0-9a-f]{16}")
 _NONE: frozenset[type] = frozenset({type(None)})
 _NESTED: frozenset[type] = frozenset({dict, list})
 _PLAIN: frozenset[type] = frozenset({str, bool, type(None)})
+_INT: frozenset[type] = frozenset({int})
+_FLOAT: frozenset[type] = frozenset({float})
+_LISTS: frozenset[type] = frozenset({list})
+_STEPS: frozenset[type] = frozenset({ModelSteps})
 _INTEGERS: frozenset[type] = frozenset({int}) | frozenset(
     np.dtype(code).type for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 )
@@ -188,9 +194,11 @@ class _Encoder:
         self.field = field
         self.count = self.member = 0
         first = values[0]
-        if kinds <= _PLAIN or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
+        if kinds <= _PLAIN or (kinds == _INT and min(values) >= -(2**63) and max(values) < 2**63):
             same = len(kinds) == 1 and len(values) > 1 and values.count(first) == len(values)
             return {"all": first} if same else values
+        if kinds == _FLOAT and all(map(math.isfinite, values)):
+            return values
         kind = self.packed(values, kinds)
         if kind is not None:
             return kind
@@ -209,22 +217,18 @@ class _Encoder:
 
     def packed(self, values: Sequence[Any], kinds: set[type]) -> str | None:
         """Put short lists, or model steps, of all members aside in one go; None if that is not possible."""
-        if kinds == {list}:
-            parts = values
-        elif kinds == {ModelSteps}:
+        if kinds == _LISTS:
+            packed = pack_lists(values) if sum(map(len, values)) <= LIST_STRIDE else None
+            if packed is None:
+                return None
+            kind, content, lengths = packed
+            self.entry(kind, (content,), lengths)
+            return kind
+        if kinds == _STEPS:
             runs = [steps.runs() for steps in values]
-            self.entry("runs", [array("q", chain.from_iterable(chain.from_iterable(runs))).tobytes()], map(len, runs))
+            self.entry("runs", (array("q", chain.from_iterable(chain.from_iterable(runs))).tobytes(),), map(len, runs))
             return "runs"
-        else:
-            return None
-        lengths = list(map(len, parts))
-        if sum(lengths) > LIST_STRIDE:
-            return None
-        packed = _pack(list(chain.from_iterable(parts)))
-        if packed is None or packed[2] != sum(lengths):
-            return None
-        self.entry(packed[0], packed[1], lengths)
-        return packed[0]
+        return None
 
     def value(self, value: Any, path: Any = None, depth: int = 0) -> Any:
         kind = type(value)
@@ -318,28 +322,15 @@ def _name(kind: type) -> str:
 
 def _pack(values: list[Any]) -> tuple[str, list[bytes], int] | None:
     """A list of one kind as (kind, bytes, length); None if it has to be JSON."""
-    pieces = []
-    length = 0
-    found: set[type] = set()
-    for start in range(0, len(values), LIST_STRIDE):
-        part = values if len(values) <= LIST_STRIDE else values[start : start + LIST_STRIDE]
-        found.update(map(type, part))
-        if len(found) != 1:
+    pieces, kinds, length = [], set(), 0
+    for start in range(0, len(values) or 1, LIST_STRIDE):
+        packed = pack_lists((values if len(values) <= LIST_STRIDE else values[start : start + LIST_STRIDE],))
+        if packed is None:
             return None
-        try:
-            if int in found:
-                piece = array("q", part).tobytes()
-            elif float in found:
-                piece = array("d", part).tobytes()
-            elif bool in found:
-                piece = bytes(part)
-            else:
-                return None
-        except OverflowError:  # an int beyond 64 bits
-            return None
-        pieces.append(piece)
-        length += len(part)
-    return "floats" if float in found else "bools" if bool in found else "ints", pieces, length
+        kinds.add(packed[0])
+        pieces.append(packed[1])
+        length += packed[2][0]
+    return (kinds.pop(), pieces, length) if len(kinds) == 1 else None
 
 
 _dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":")).encode
