@@ -118,3 +118,45 @@ def pack_lists(lists):
             return None
         target += size * width
     return kind, packed, lengths
+
+
+def filled_fields(list states, tuple names):
+    """The fields that hold something in any of the states.
+
+    Parameters
+    ----------
+    states : list
+        Objects that have these attributes.
+    names : tuple of str
+
+    Returns
+    -------
+    list of (str, list, type or None)
+        Name and values, one per state, of every field that is not None in all of them; and the type they all have,
+        None where they have several.
+
+    Examples
+    --------
+    >>> from pystale import RolloutState
+    >>> from pystale._objects import filled_fields
+    >>> filled_fields([RolloutState(reward=0.5), RolloutState(reward=1.0)], ("response", "reward"))
+    [('reward', [0.5, 1.0], <class 'float'>)]
+    """
+    cdef list found = []
+    cdef list values
+    cdef bint filled, alike
+    for name in names:
+        values = []
+        filled, alike, kind = False, True, None
+        for state in states:
+            value = getattr(state, name)
+            if value is not None:
+                filled = True
+            if kind is None:
+                kind = type(value)
+            elif type(value) is not kind:
+                alike = False
+            values.append(value)
+        if filled:
+            found.append((name, values, kind if alike else None))
+    return found

@@ -1,6 +1,6 @@
 """Types of the kernels and ModelSteps.
 
-`summarise`, `trainable_mask` and `pack_lists` are for the buffer; everything else is public under `pystale`.
+`summarise`, `trainable_mask`, `pack_lists` and `filled_fields` are for the buffer; everything else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,6 +71,9 @@ def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> 
 def pack_lists(
     lists: list[list[Any]] | tuple[list[Any], ...],
 ) -> tuple[Literal["ints", "floats", "bools"], bytes, list[int]] | None: ...
+
+# Name, values and common type of the fields that are not None in all states.
+def filled_fields(states: list[Any], names: tuple[str, ...]) -> list[tuple[str, list[Any], type | None]]: ...
 
 # Old values of the fields that held something.
 def replace_fields(state: Any, new: dict[str, Any]) -> dict[str, Any]: ...

@@ -100,10 +100,10 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from safetensors.numpy import load as load_tensors
@@ -122,7 +122,16 @@ from pystale.payload import (
 )
 from pystale.state import RolloutState
 
-__all__ = ["CheckpointError", "CheckpointWriter", "EncodedGroup", "collector_paused", "encode_group", "read_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointWriter",
+    "EncodedGroup",
+    "LoadedGroup",
+    "collector_paused",
+    "encode_group",
+    "read_checkpoint",
+    "read_checkpoint_into",
+]
 
 logger = logging.getLogger("pystale")
 
@@ -141,6 +150,12 @@ _ANY_FILE = re.compile(
     r"(?:groups-|arrays-|writing-|checkpoint-)([0-9a-f]{16})(?:-[0-9]{5,9}\.jsonl|-[0-9]{5,9}\.safetensors|\.lock|\.tmp)"
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+Result = TypeVar("Result")
+
+LoadedGroup: TypeAlias = tuple[dict[str, Any], list[RolloutState]]
+"""Header and members of a group."""
 
 
 class CheckpointError(ValueError):
@@ -328,25 +343,36 @@ class CheckpointWriter:
 
 def read_checkpoint(
     directory: str | os.PathLike[str], load_ref: LoadRef | None = None
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
-    """Read the checkpoint of a directory.
+) -> tuple[dict[str, Any], list[LoadedGroup]]:
+    """Document and groups of the checkpoint of a directory; :func:`read_checkpoint_into` says what is checked."""
+    return read_checkpoint_into(directory, lambda document, groups: (document, list(groups)), load_ref)
 
-    Every byte is checked against its checksum before it is interpreted, and nothing is returned unless all is well.
-    A checkpoint that is replaced while it is being read is read anew.
+
+def read_checkpoint_into(
+    directory: str | os.PathLike[str],
+    fill: Callable[[dict[str, Any], Iterator[LoadedGroup]], Result],
+    load_ref: LoadRef | None = None,
+) -> Result:
+    """Read the checkpoint of a directory, group by group.
+
+    Every byte is checked against its checksum before it is interpreted, a shard at a time: what is wrong with a later
+    one is raised by the iterator, so keep nothing of what came before until it has ended. A checkpoint that is replaced
+    while it is being read is read anew.
 
     Parameters
     ----------
     directory : str or PathLike
         Where :class:`CheckpointWriter` wrote.
+    fill : callable
+        ``fill(document, groups)`` gets the document as given to :meth:`CheckpointWriter.commit`, and an iterator of
+        header and members of every group, in the order they were added. Called anew if the checkpoint is replaced.
     load_ref : callable, optional
         Makes an external reference of what ``dump_ref`` made of it; called only once all of a shard is checked.
 
     Returns
     -------
-    document : dict
-        As given to :meth:`CheckpointWriter.commit`.
-    groups : list of (dict, list of RolloutState)
-        Header and members of every group, in the order they were added.
+    object
+        What `fill` returned.
 
     Raises
     ------
@@ -358,7 +384,7 @@ def read_checkpoint(
     while True:
         try:
             with collector_paused():
-                return _load(path, raw, load_ref)
+                return fill(*_load(path, raw, load_ref))
         except CheckpointError:
             now = _read(path)
             if now == raw:
@@ -417,20 +443,23 @@ def _files_of(tensors: Iterable[tuple[str, "np.ndarray[Any, Any]"]]) -> Iterator
         yield content
 
 
-def _load(
-    path: Path, raw: bytes, load_ref: LoadRef | None
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
+def _load(path: Path, raw: bytes, load_ref: LoadRef | None) -> tuple[dict[str, Any], Iterator[LoadedGroup]]:
     try:
         content = _parse_document(raw)
         document = decode_document(content["document"])
     except Malformed as fault:
         raise CheckpointError(f"{path}: {fault}") from None
-    groups: list[tuple[dict[str, Any], list[RolloutState]]] = []
+    return document, _groups_of(path, content, load_ref)
+
+
+def _groups_of(path: Path, content: dict[str, Any], load_ref: LoadRef | None) -> Iterator[LoadedGroup]:
+    found = 0
     for shard in content["shards"]:
-        groups.extend(_load_shard(path.parent, shard, load_ref))
-    if len(groups) != content["groups"]:
-        raise CheckpointError(f"{path}: says {content['groups']} groups, its shards hold {len(groups)}")
-    return document, groups
+        for group in _load_shard(path.parent, shard, load_ref):
+            found += 1
+            yield group
+    if found != content["groups"]:
+        raise CheckpointError(f"{path}: says {content['groups']} groups, its shards hold {found}")
 
 
 def _parse_document(raw: bytes) -> dict[str, Any]:
@@ -481,9 +510,7 @@ def _check_shard(shard: Any, seen: set[str]) -> None:
             raise Malformed(f"has no valid size and sha256 for {name}")
 
 
-def _load_shard(
-    directory: Path, shard: dict[str, Any], load_ref: LoadRef | None
-) -> list[tuple[dict[str, Any], list[RolloutState]]]:
+def _load_shard(directory: Path, shard: dict[str, Any], load_ref: LoadRef | None) -> Iterator[LoadedGroup]:
     parts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for file in shard["arrays"]:
         path = directory / file["name"]
@@ -501,18 +528,18 @@ def _load_shard(
     lines = _read_checked(lines_path, shard["lines"]).split(b"\n")
     if lines.pop() or len(lines) != shard["groups"]:
         raise CheckpointError(f"{lines_path}: does not hold {shard['groups']} lines, each ended by a line feed")
-    groups = []
+    number = 0
     try:
         columns = ColumnReader({name: known[0] if len(known) == 1 else np.concatenate(known)
                                 for name, known in parts.items()})  # fmt: skip
-        for line in lines:
-            groups.append(decode_group(line, columns, load_ref))
+        for number, line in enumerate(lines, 1):
+            yield decode_group(line, columns, load_ref)
+        number += 1
         columns.finish()
     except Malformed as fault:
         arrays = " and ".join(file["name"] for file in shard["arrays"][:1])
-        where = f"line {len(groups) + 1}: " if len(groups) < len(lines) else ""
+        where = f"line {number}: " if 1 <= number <= len(lines) else ""
         raise CheckpointError(f"{lines_path}: {where}{fault}{arrays and f' (arrays in {arrays})'}") from None
-    return groups
 
 
 def _read_checked(path: Path, file: dict[str, Any]) -> bytes:

@@ -11,12 +11,11 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
 
-from pystale._objects import ModelSteps, pack_lists
+from pystale._objects import ModelSteps, filled_fields, pack_lists
 from pystale.columns import FIELDS, Array, ColumnReader, Entries, Malformed, array_kind, scalar_kind
 from pystale.state import RolloutState, Status
 
@@ -44,7 +43,6 @@ _ARRAY_STRIDE = 1 << 20
 _HEX_INT = re.compile(r"-?0x[0-9a-f]+")
 _HEX_DOUBLE = re.compile(r"[0-9a-f]{16}")
 
-_NONE: frozenset[type] = frozenset({type(None)})
 _NESTED: frozenset[type] = frozenset({dict, list})
 _PLAIN: frozenset[type] = frozenset({str, bool, type(None)})
 _INT: frozenset[type] = frozenset({int})
@@ -69,14 +67,9 @@ _ALLOWED: dict[str, frozenset[type]] = {
     "rerolls": _INTEGERS,
     "extra_fields": frozenset({dict, type(None)}),
 }
-# A field is left out of a line when all members have the value of this type that is false.
-_LEFT_OUT: dict[str, frozenset[type]] = {
-    **dict.fromkeys(FIELDS, _NONE),
-    **dict.fromkeys(("seq_staleness", "rerolls"), frozenset({int})),
-    "extra_fields": frozenset({dict}),
-}
-_FIELDS = [(name, _ALLOWED.get(name), _LEFT_OUT[name]) for name in FIELDS if name != "status"]
-_values_of = attrgetter(*(name for name, _, _ in _FIELDS))
+# A field is left out of a line when all members have its default: None, or here the false value of this type.
+_DEFAULT_KIND: dict[str, type] = {"seq_staleness": int, "rerolls": int, "extra_fields": dict}
+_FIELDS = tuple(name for name in FIELDS if name != "status")
 
 
 DumpRef = Callable[[Any], Any]
@@ -148,7 +141,12 @@ class EncodedGroup:
 
 
 def _nbytes(line: bytes, entries: Entries) -> int:
-    return len(line) + sum(sum(map(len, pieces)) + 8 * len(shapes) for pieces, shapes in entries.values())
+    nbytes = len(line)
+    for pieces, shapes in entries.values():
+        nbytes += 8 * len(shapes)
+        for piece in pieces:
+            nbytes += len(piece)
+    return nbytes
 
 
 class _References:
@@ -272,7 +270,7 @@ class _Encoder:
             raise _Unstorable(path, f"is nested more than {MAX_DEPTH} deep, or contains itself")
         depth += 1
         if kind is dict:
-            if all(type(key) is str and key[:1] != "$" for key in value):
+            if all([type(key) is str and key[:1] != "$" for key in value]):
                 return {key: self.value(item, (path, key), depth) for key, item in value.items()}
             pairs = []
             for key, item in value.items():
@@ -387,11 +385,11 @@ def encode_group(header: dict[str, Any], states: Sequence[RolloutState], *, refe
     fields: dict[str, Any] = {
         "status": [status.name if type(status) is Status else {"$str": status} for status in statuses]
     }
-    for (name, allowed, left_out), values in zip(_FIELDS, zip(*map(_values_of, states), strict=True), strict=True):
-        kinds = set(map(type, values))
-        if kinds == left_out and not any(values):
+    for name, values, kind in filled_fields(list(states), _FIELDS):
+        if kind is not None and kind is _DEFAULT_KIND.get(name) and not any(values):
             continue
-        if allowed is not None and not kinds <= allowed:
+        kinds = set(map(type, values)) if kind is None else {kind}
+        if name in _ALLOWED:
             _check(name, values, kinds, states)
         try:
             fields[name] = encoder.members(name, values, kinds)
@@ -586,7 +584,7 @@ def decode_group(
         fields = {"status": statuses}
         for name, content in raw["fields"].items():
             decoder.field = name
-            if name not in _LEFT_OUT:
+            if name not in _FIELDS:
                 raise Malformed("is not a field of a state")
             fields[name] = decoder.members(content, len(statuses))
             _require_allowed(name, fields[name])
