@@ -69,6 +69,7 @@ _ALLOWED: dict[str, frozenset[type]] = {
 }
 # A field is left out of a line when all members have its default: None, or here the false value of this type.
 _DEFAULT_KIND: dict[str, type] = {"seq_staleness": int, "rerolls": int, "extra_fields": dict}
+_STATUSES = dict(Status.__members__)
 _FIELDS = tuple(name for name in FIELDS if name != "status")
 
 
@@ -602,7 +603,7 @@ def _loaded(stand_ins: Any, load_ref: LoadRef | None) -> list[Any]:
 
 
 def _status(name: str) -> Status:
-    status = Status.__members__.get(name)
+    status = _STATUSES.get(name)
     if status is None:
         raise Malformed(f"has an unknown status {name!r:.80}")
     return status

@@ -95,10 +95,10 @@ class SaveJob:
         self._lock = lock
         self._dump_ref = dump_ref
         self._journal = journal
-        # What is still to be written, by number in the index. Copied as it is: a loop over 100,000 groups would hold
-        # the mutex for 40 ms.
+        # What is still to be written, by number in the index, which no two groups share. Copied as it is: a loop over
+        # 100,000 groups would hold the mutex for 40 ms.
         self._stored = store.records.copy()
-        self._numbers = iter(tuple(self._stored))
+        self._numbers: Iterator[int] = iter(())
         # By arrival: what was claimed and has no number, and what changed while it was being written.
         self._apart = store.claimed.copy()
         self._lent = [ticket for ticket in reversed(store.tickets.values()) if ticket.states]
@@ -157,6 +157,8 @@ class SaveJob:
     def run(self) -> None:
         """Write the checkpoint. Blocks; runs on a thread of its own."""
         writer = CheckpointWriter(self._directory)
+        # Taking the first key of a dict again and again would walk over all that were taken before.
+        self._numbers = iter(tuple(self._stored))
         try:
             while (group := self._next()) is not None:
                 writer.add_encoded(self._dumped(group))
