@@ -1,6 +1,7 @@
 """Types of the kernels and ModelSteps.
 
-`summarise`, `trainable_mask`, `pack_lists` and `filled_fields` are for the buffer; everything else is public under `pystale`.
+`summarise`, `trainable_mask` and `Member` are for the buffer, `pack_lists` and `filled_fields` for what it writes;
+everything else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> 
 
 # Kind, values and lengths of lists of one kind of number; None for others.
 def pack_lists(
-    lists: list[list[Any]] | tuple[list[Any], ...],
+    lists: Sequence[list[Any]],
 ) -> tuple[Literal["ints", "floats", "bools"], bytes, list[int]] | None: ...
 
 # Name, values and common type of the fields that are not None in all states.

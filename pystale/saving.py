@@ -12,24 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from pystale.checkpoint import (
-    DOCUMENT,
-    CheckpointError,
-    CheckpointWriter,
-    EncodedGroup,
-    LoadedGroup,
-    collector_paused,
-    encode_group,
-    read_checkpoint_into,
-)
+from pystale.checkpoint import DOCUMENT, CheckpointError, CheckpointWriter
+from pystale.checkpoint_reader import LoadedGroup, collector_paused, read_checkpoint_into
+from pystale.field_types import DumpRef, LoadRef
 from pystale.group import AGEING, Arriving, read_group
 from pystale.history import Player
-from pystale.journal import Journal, Reading
+from pystale.journal import Journal
 from pystale.ledger import Ledger
-from pystale.payload import DumpRef, LoadRef, dump_json, encode_document
+from pystale.payload import EncodedGroup, encode_document, encode_group
+from pystale.reading import Reading, read_journal
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, copy_state
 from pystale.store import Record, Store
+from pystale.strict_json import dump_json
 from pystale.ticket import ForeignCopy, Ticket
 
 __all__ = ["Resumed", "SaveJob", "encode_arriving", "load"]
@@ -310,7 +305,7 @@ def _load(
         place = _journal_place(directory, document)
     if journal is None:
         return store, resumed, None
-    reading = journal.read(place, identity, load_ref)
+    reading = read_journal(journal, place, identity, load_ref)
     player = Player(store)
     player.play(reading)
     if undo_takes:

@@ -60,8 +60,11 @@ from safetensors.numpy import save as save_tensors
 
 from pystale.checkpoint import CheckpointError
 from pystale.columns import ColumnReader, Columns, Malformed
-from pystale.payload import EncodedGroup, LoadRef, decode_group, dump_json, parse_json
+from pystale.decoding import decode_group
+from pystale.field_types import LoadRef
+from pystale.payload import EncodedGroup
 from pystale.state import RolloutState
+from pystale.strict_json import dump_json, parse_json
 
 __all__ = [
     "Appended",
@@ -72,6 +75,7 @@ __all__ = [
     "entries_of",
     "frame_of",
     "open_segment",
+    "segment_path",
     "segment_paths",
     "segment_start",
 ]
@@ -123,6 +127,11 @@ def segment_paths(directory: Path) -> dict[int, Path]:
     except FileNotFoundError:
         return {}
     return {int(match[1]): directory / match[0] for match in sorted(matches, key=lambda match: match[1])}
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Where a segment is, or is to be."""
+    return directory / f"segment-{number:010d}.journal"
 
 
 def checksum_of(seed: int, offset: int, body: bytes | memoryview) -> int:

@@ -13,7 +13,7 @@ from rollouts import balance, group, state
 import pystale.buffer
 import pystale.saving
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
-from pystale.checkpoint import read_checkpoint
+from pystale.checkpoint_reader import read_checkpoint
 from pystale.sampler import PromptSampler
 
 FIXTURES = Path(__file__).parent / "fixtures"
