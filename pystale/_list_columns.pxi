@@ -51,7 +51,7 @@ def pack_lists(lists):
 
     Parameters
     ----------
-    lists : list or tuple of list
+    lists : sequence of list
 
     Returns
     -------

@@ -229,7 +229,10 @@ class _Encoder:
             raise _Unstorable(path, f"is nested more than {MAX_DEPTH} deep, or contains itself")
         depth += 1
         if kind is dict:
-            if all([type(key) is str and key[:1] != "$" for key in value]):
+            for key in value:
+                if type(key) is not str or key[:1] == "$":
+                    break
+            else:
                 return {key: self.value(item, (path, key), depth) for key, item in value.items()}
             pairs = []
             for key, item in value.items():
