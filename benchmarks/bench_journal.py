@@ -153,7 +153,9 @@ def test_resume_journal(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
     async def puts() -> None:
         for first in range(0, GROUPS, 1000):
-            await asyncio.gather(*(buffer.put(group(n, 16, MEMBERS), train_step=9) for n in range(first, min(first + 1000, GROUPS))))
+            await asyncio.gather(
+                *(buffer.put(group(n, 16, MEMBERS), train_step=9) for n in range(first, min(first + 1000, GROUPS)))
+            )
         await buffer.close()
 
     asyncio.run(puts())
