@@ -3,6 +3,9 @@
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 
+cdef extern from "<algorithm>" namespace "std":
+    void fill_n(int64_t* values, size_t count, int64_t value) noexcept
+
 
 cdef bint pack_ints(PyObject** items, size_t count, int64_t* values):
     cdef size_t i = 0

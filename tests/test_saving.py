@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rollouts import balance, group, state
 
-import pystale.buffer
+import pystale.operations
 import pystale.saving
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 from pystale.checkpoint_reader import read_checkpoint
@@ -103,7 +103,7 @@ def test_a_save_in_the_middle_of_a_take_or_a_get_holds_the_groups(tmp_path, monk
     buffer = make()
     for number, status in enumerate([C, A]):
         buffer.sync.put(group([5], group_id=number, status=status), train_step=6)
-    genuine_copied, genuine_masks = pystale.buffer.copied, buffer._store.masks
+    genuine_copied, genuine_masks = pystale.operations.copied, pystale.operations.masks_of
 
     def save(name, then):
         def saving(*args):
@@ -112,8 +112,8 @@ def test_a_save_in_the_middle_of_a_take_or_a_get_holds_the_groups(tmp_path, monk
 
         return saving
 
-    monkeypatch.setattr(pystale.buffer, "copied", save("get", genuine_copied))
-    monkeypatch.setattr(buffer._store, "masks", save("take", genuine_masks))
+    monkeypatch.setattr(pystale.operations, "copied", save("get", genuine_copied))
+    monkeypatch.setattr(pystale.operations, "masks_of", save("take", genuine_masks))
     buffer.sync.get(1, status=A)
     buffer.sync.take_train_batch({"default": 1}, train_step=6)
     for name in ("get", "take"):
@@ -234,7 +234,7 @@ def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     again = make()
     again.sync.resume(tmp_path)
     again.sync.put(group([5], group_id=lent["group_id"], status=A), "a", train_step=7)
-    (record,) = [r for r in again._store.records.values() if r.group_id == lent["group_id"]]
+    (record,) = [r for r in again.operations.store.records.values() if r.group_id == lent["group_id"]]
     assert record.arrival == lent["arrival"]
     assert balance(again.ledger())[0] == balance(again.ledger())[1]
 
@@ -262,9 +262,9 @@ def test_the_hook_is_never_called_under_the_mutex(tmp_path, monkeypatch):
     buffer = make(dump_ref=dump_ref, load_ref=Handle)
     for _ in range(3):
         buffer.sync.put([state([5], routed_experts=Handle("x"))], train_step=6)
-    job = buffer._start_save(tmp_path)
+    job = buffer.operations.start_save(tmp_path)
     buffer.sync.take_batch({"default": 2})
-    buffer._run_save(job)
+    buffer.operations.run_save(job)
     other = make(dump_ref=dump_ref, load_ref=Handle)
     other.sync.resume(tmp_path)
     assert len(other) == 3
@@ -404,11 +404,11 @@ def test_a_payload_that_cannot_be_written_fails_the_save_and_not_what_runs_meanw
     buffer = make()
     bad = [state([5], routed_experts=object())]
     buffer.sync.put(bad, train_step=6)
-    job = buffer._start_save(tmp_path)
+    job = buffer.operations.start_save(tmp_path)
     assert buffer.sync.take_train_batch({"default": 1}, train_step=6)["default"] == [bad]
     with pytest.raises(TypeError, match="routed_experts"):
-        buffer._run_save(job)
-    assert buffer._saves == []
+        buffer.operations.run_save(job)
+    assert buffer.operations.saves == []
 
 
 def test_a_cancelled_save_leaves_no_trace(tmp_path):
@@ -421,7 +421,7 @@ def test_a_cancelled_save_leaves_no_trace(tmp_path):
         save.cancel()
         with pytest.raises(asyncio.CancelledError):
             await save
-        assert buffer._saves == []
+        assert buffer.operations.saves == []
         assert len(buffer) == 50
         await buffer.save(tmp_path / "c")
         other = make()
@@ -556,7 +556,7 @@ def test_a_cancelled_resume_loads_nothing(tmp_path, monkeypatch):
         assert going_on.wait(20)
         return load(*args, **more)
 
-    monkeypatch.setattr("pystale.buffer.load", slow)
+    monkeypatch.setattr("pystale.operations.load", slow)
 
     async def main():
         buffer = make()
