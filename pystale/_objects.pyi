@@ -1,11 +1,11 @@
 """Types of the kernels and ModelSteps.
 
-`summarise` and what reads states are for the buffer; `trainable_mask` is `trainable_masks` of one response. Everything
-else is public under `pystale`.
+`summarise`, `pack_lists` and what reads states are for the buffer; `trainable_mask` is that of one response.
+Everything else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, final, overload
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,14 @@ def trainable_masks(
     states: list[Any], members: list[Member], rule_applies: bool, train_step: int, token_stale_threshold: int | None
 ) -> tuple[list[Any], int]: ...
 def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> Member: ...
+
+# Kind, values and lengths of lists of one kind of number; None for others.
+def pack_lists(
+    lists: Sequence[list[Any]],
+) -> tuple[Literal["ints", "floats", "bools"], bytes, list[int]] | None: ...
+
+# Name, values and common type of the fields that are not None in all states.
+def filled_fields(states: list[Any], names: tuple[str, ...]) -> list[tuple[str, list[Any], type | None]]: ...
 
 # Old values of the fields that held something; `refused` gets the fields that cannot be written.
 def replace_fields(state: Any, new: dict[str, Any], refused: list[tuple[str, Exception]]) -> dict[str, Any]: ...
