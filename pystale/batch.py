@@ -107,8 +107,8 @@ class TrainBatch(Mapping[str, list[Group]]):
             table, result = _writable(out, length=length, dtype=dtype), out
             if table.ndim != 2 or table.shape[0] != len(responses.tokens):
                 raise ValueError(
-                    f"out has shape {table.shape}; two dimensions with {len(responses.tokens)} rows are required, one row "
-                    "per response"
+                    f"out has shape {table.shape}; two dimensions with {len(responses.tokens)} rows are required, "
+                    "one row per response"
                 )
         if longest > table.shape[1]:
             at = next(at for at, tokens in enumerate(responses.tokens) if tokens > table.shape[1])
