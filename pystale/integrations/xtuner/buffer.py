@@ -354,8 +354,8 @@ def _refresh(
         due.sort(key=lambda entry: entry[0].arrival)
     pools.refresh(train_step, covered, (record for record, _ in due))
     for record, positions in due:
-        pools.remove(record)
         _expire(record, positions, train_step, retry, cleared)
+        pools.remove(record)
         if retry:
             record.staleness = max(state.seq_staleness for state in record.group)
             pools.add(record)

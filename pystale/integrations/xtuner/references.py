@@ -42,7 +42,7 @@ def referenced(value: Any) -> Any:
     stand_in = replay_buffer_module().SerializedRayObjectRef
 
     def replace(leaf: Any) -> Any:
-        return ray().put(_copied(leaf.value, replace)) if isinstance(leaf, stand_in) else leaf
+        return ray().put(_copied(leaf.value, replace, (stand_in,))) if isinstance(leaf, stand_in) else leaf
 
     return _copied(value, replace, leaves=(stand_in,))
 
