@@ -117,7 +117,7 @@ class History:
         if draw.random() < 0.3:
             call["statuses"] = [self.statuses[name] for name in draw.sample(POOLS, draw.randint(0, 4))]
         ours = await self.ours.refresh_staleness(**call)
-        assert ours == await self.theirs.refresh_staleness(**call)
+        agree(ours, await self.theirs.refresh_staleness(**call))
         self.done["refresh"] += 1
         self.done["expired"] += sum(ours.values())
 
@@ -125,7 +125,7 @@ class History:
         task, pool, n = self.random.choice(TASKS), self.random.choice(POOLS[1:5]), self.random.randint(0, 4)
         ours = await self.ours.get(n, task, self.statuses[pool])
         theirs = await self.theirs.get(n, task, self.statuses[pool])
-        assert [shown(group) for group in ours] == [shown(group) for group in theirs]
+        agree(list(map(shown, ours)), list(map(shown, theirs)))
         self.done["get"] += len(ours)
         self.out += zip(ours, theirs, strict=True)
         del self.out[:-8]
@@ -138,16 +138,22 @@ class History:
     async def play(self, operations: int) -> None:
         for _ in range(operations):
             await self.random.choice((self.put, self.put, self.put, self.refresh, self.get, self.resume))()
-            assert len(self.ours) == len(self.theirs)
+            agree(len(self.ours), len(self.theirs))
             for task in TASKS:
                 for name in POOLS:
                     status = self.statuses[name]
-                    assert await self.ours.count(task, status) == await self.theirs.count(task, status)
+                    agree(await self.ours.count(task, status), await self.theirs.count(task, status))
         for task in TASKS:
             for name in POOLS:
                 ours = await self.ours.get(10**6, task, self.statuses[name])
                 theirs = await self.theirs.get(10**6, task, self.statuses[name])
-                assert [shown(group) for group in ours] == [shown(group) for group in theirs]
+                agree(list(map(shown, ours)), list(map(shown, theirs)))
+
+
+def agree(ours: Any, theirs: Any) -> None:
+    """No `assert`: this is no test module, and `python -O` would drop it."""
+    if ours != theirs:
+        raise AssertionError(f"ours {ours!r}, theirs {theirs!r}")
 
 
 def copied(member: dict[str, Any]) -> dict[str, Any]:

@@ -248,6 +248,13 @@ async def test_masks_and_steps_of_different_length_are_compared_as_far_as_both_g
 
 
 @in_a_loop
+async def test_a_mask_that_lets_no_token_in_switches_the_token_rule_off(buffer):
+    group = [state([0, 0], response_mask=[0, 0, 0])]
+    await buffer.put(group, "task", current_train_step=5, stale_threshold=9, token_stale_threshold=1)
+    assert await buffer.count("task", Status.COMPLETED) == 1
+
+
+@in_a_loop
 async def test_prebuilt_tensors_switch_the_token_rule_off_for_the_group(buffer):
     group = [state([0]), state([4], labels=[1])]
     await buffer.put(group, "task", current_train_step=5, stale_threshold=9, token_stale_threshold=1)
@@ -429,16 +436,26 @@ async def test_sessions_are_released_in_one_call_while_the_buffer_goes_on(buffer
 
 
 @in_a_loop
+async def test_a_member_without_tokens_counts_0_beside_one_of_a_future_version(xtuner):
+    buffer = XTunerReplayBuffer(fifo=False)
+    for number, group in enumerate(([state([6]), state(None)], [state([4])], [state([5])])):
+        group[0].rollout_id = number
+        await buffer.put(group, "task", current_train_step=5)
+    groups = await buffer.get(3, "task", Status.COMPLETED)
+    assert numbers(groups) == [0, 1, 2]
+    assert [[s.seq_staleness for s in group] for group in groups] == [[-2, 0], [0], [-1]]
+
+
+@in_a_loop
 async def test_a_refresh_may_go_back_in_time(xtuner):
     buffer = XTunerReplayBuffer(fifo=False)
-    await buffer.put([state([6], 1)], "task", current_train_step=9)
-    await buffer.put([state([5], 2), state(None)], "task", current_train_step=9)
-    await buffer.put([state(None, 3)], "task", current_train_step=9)
+    for number, group in enumerate(([state([6]), state(None)], [state([4])], [state([5])], [state(None)])):
+        group[0].rollout_id = number
+        await buffer.put(group, "task", current_train_step=9)
     await buffer.refresh_staleness(task_stale_thresholds={"task": 9}, current_train_step=5)
-    groups = await buffer.get(3, "task", Status.COMPLETED)
-    # At 5, steps 5 and 6 are of the future; a member without tokens is not below 0.
-    assert numbers(groups) == [2, 3, 1]
-    assert [[s.seq_staleness for s in group] for group in groups] == [[-1, 0], [0], [-2]]
+    groups = await buffer.get(4, "task", Status.COMPLETED)
+    assert numbers(groups) == [0, 1, 3, 2]
+    assert [[s.seq_staleness for s in group] for group in groups] == [[-2, 0], [0], [0], [-1]]
 
 
 # Taking and counting

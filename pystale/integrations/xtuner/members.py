@@ -105,8 +105,7 @@ def read_tokens(state: Any, steps: Any, *, agentic: bool) -> Tokens:
     if not tokens or agentic or (mask is not None and not any(mask)):
         return Tokens(oldest, None)
     trained = islice(steps, tokens) if mask is None else compress(steps, mask)
-    newest = max(trained, default=None)
-    return Tokens(oldest, ALWAYS_STALE if newest is None else _checked(newest))
+    return Tokens(oldest, max(map(_checked, trained), default=ALWAYS_STALE))
 
 
 def _checked(step: Any) -> int:

@@ -155,12 +155,10 @@ class Pools:
             self._insert(record, Place.SETTLED)
 
     def _insert(self, record: Record, place: Place) -> None:
+        # Members that are EXPIRED have no tokens, or expire anyway at the next refresh.
         ageing = record.status in AGEING
-        oldest, newest = [], []
-        for tokens, expired in zip(record.tokens, record.expired, strict=True):
-            counts = ageing and not expired
-            oldest.append(tokens.oldest + _LIFT if counts and tokens.oldest is not None else -1)
-            newest.append(tokens.newest + _LIFT if counts and tokens.newest is not None else -1)
+        oldest = [t.oldest + _LIFT if ageing and t.oldest is not None else -1 for t in record.tokens]
+        newest = [t.newest + _LIFT if ageing and t.newest is not None else -1 for t in record.tokens]
         record.place = place
         record.number = self.index.insert(
             self.tasks[place], _NUMBER[record.status], self._key(record), record.arrival, oldest, newest

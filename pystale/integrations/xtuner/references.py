@@ -65,7 +65,7 @@ def _copied(value: Any, replace: Callable[[Any], Any], leaves: tuple[type, ...] 
         for name in kind.model_fields:
             setattr(model, name, _copied(getattr(value, name), replace, leaves))
         return model
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return dataclasses.replace(
             value, **{name: _copied(entry, replace, leaves) for name, entry in fields.items()}
