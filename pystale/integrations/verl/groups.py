@@ -299,7 +299,7 @@ class PromptGroups:
                 f"group {group.uid} has {len(group.keys)} trajectories, not all with min_global_steps; staleness="
                 "'tokens' needs them (missing_version says what becomes of such groups)"
             )
-        due = self._named(self._index.due(global_steps + 1, 1 << FINISHED, _TASK))
+        due = self._named(number for number, _ in self._index.due(global_steps + 1, 1 << FINISHED, _TASK))
         if not self._versionless:
             return due
         return list(dict.fromkeys((*due, *self._versionless)))
