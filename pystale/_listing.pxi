@@ -1,74 +1,157 @@
 # KeyedListing: what changed between one listing of a key-value store and the next, without splitting a key twice.
 
+from libcpp.vector cimport vector
+
 cdef extern from "Python.h":
     int PyDict_Next(object, Py_ssize_t*, PyObject**, PyObject**) noexcept
     PyObject* item_at "PyList_GET_ITEM"(object, Py_ssize_t) noexcept
-    void put_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*) noexcept
     PyObject* PyDict_GetItemWithError(object, object) except? NULL
+    bint PyDict_Check(PyObject*) noexcept
     bint PyUnicode_CheckExact(PyObject*) noexcept
     int same_text "PyObject_RichCompareBool"(PyObject*, PyObject*, int) except -1
     int PyDict_Contains(object, object) except -1
     const int Py_EQ
+    ctypedef struct PyDictObject:
+        void* ma_keys
+
+cdef extern from *:
+    """
+    #include <cstring>
+    static inline void pystale_prefetch(const void* address) {
+    #if defined(__GNUC__)
+        __builtin_prefetch(address);
+    #endif
+    }
+    """
+    void prefetch "pystale_prefetch"(const void* address) noexcept
+    void memmove "std::memmove"(void* to, const void* source, size_t bytes) noexcept
+
+cdef enum:
+    AHEAD = 16  # heads whose tags are on their way from memory while others are looked at
 
 
-class ListingChanges:
+cdef class KeyGroup:
+    """The keys of a listing that belong together: a head, and members named ``{head}{separator}...``.
+
+    Attributes
+    ----------
+    uid : str
+        Key of the head.
+    keys : list of str
+        Keys of the members, as they came.
+    listed : bool
+        Whether the head is listed.
+    """
+
+    cdef readonly str uid
+    cdef readonly list keys
+    cdef readonly bint listed
+    cdef tuple fields  # of the head's tag, when it was last listed
+    cdef Py_ssize_t lost  # members that are no longer listed, while that is counted
+
+    def __init__(self, str uid not None):
+        self.uid = uid
+        self.keys = []
+        self.listed = False
+        self.fields = ()
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class ListingChanges:
     """What :meth:`KeyedListing.compare` found.
 
     Attributes
     ----------
-    gone : list of (str, object)
-        Keys that are no longer listed, and their owners.
-    new : list of str
-        Keys not seen before, in the order of the listing.
-    new_tags : list of dict
-        Their tags.
-    changed : list of (object, tuple, tuple)
-        Heads whose fields differ: owner, fields as they were, fields as they are.
+    new_heads : list of (str, tuple)
+        Heads not listed before, in the order of the listing, with their fields.
+    changed_heads : list of (KeyGroup, tuple)
+        Heads whose fields differ from the last listing, with the fields of now.
+    gone_heads : list of KeyGroup
+        Heads that are no longer listed.
+    gone : int
+        How many keys are no longer listed, heads included.
+    new : int
+        How many were not listed before, heads included.
     """
 
-    __slots__ = ("gone", "new", "new_tags", "changed", "plan")
+    cdef readonly list new_heads
+    cdef readonly list changed_heads
+    cdef readonly list gone_heads
+    cdef list new_keys
+    cdef list gone_places   # ascending
+    cdef list order         # place of each key, -1 for a new one; None: as before, new ones last
+    cdef Py_ssize_t known
+
+    @property
+    def gone(self):
+        return len(self.gone_places)
+
+    @property
+    def new(self):
+        return len(self.new_keys)
 
 
+@cython.final
+@cython.auto_pickle(False)
 cdef class KeyedListing:
     """The keys of a listing ``{key: tag}``, kept so that the next listing is compared with them, not read anew.
 
-    A key without the separator is a *head*: its tag is looked at in every listing. The tag of any other key is not: its
-    group was named by the key when it was first seen.
+    A key without the separator is a *head*: its tag is looked at in every listing. That of any other key is not: the
+    key is split once, when it is first seen, and counted to its group.
 
-    The cost of a comparison is a pass over the keys side by side, as long as keys keep their order and new ones come
-    last, which is how dicts grow. A listing in another order is compared through a hash table, with the same result.
+    A comparison is one pass over the keys side by side, as long as keys keep their order and new ones come last, which
+    is how dicts grow. A listing in another order is compared through a hash table, with the same result.
 
     Parameters
     ----------
+    make : callable
+        ``make(uid) -> KeyGroup``, called for a group not seen before.
+    mark : str
+        Entry of a tag that only heads may have.
     fields : tuple of str
         Entries of a head's tag that are watched.
     separator : str, default "_"
-        What the keys of heads do not contain.
+        One character that keys of heads do not contain.
+
+    Notes
+    -----
+    Not synchronised.
 
     Examples
     --------
-    >>> from pystale._objects import KeyedListing
-    >>> listing = KeyedListing(("status",))
+    >>> from pystale._objects import KeyedListing, KeyGroup
+    >>> listing = KeyedListing(KeyGroup, "is_head", ("status",))
     >>> found = listing.compare({"p": {"status": "running"}, "p_0": {}})
-    >>> found.new
-    ['p', 'p_0']
-    >>> listing.accept(found, ["owner", "owner"])
-    >>> found = listing.compare({"p": {"status": "finished"}, "q": {}})
-    >>> found.gone, found.new, found.changed
-    ([('p_0', 'owner')], ['q'], [('owner', ('running',), ('finished',))])
+    >>> found.new_heads, found.new
+    ([('p', ('running',))], 2)
+    >>> [group], grown = listing.accept(found)
+    >>> group.uid, group.keys
+    ('p', ['p_0'])
+    >>> found = listing.compare({"p": {"status": "finished"}})
+    >>> found.changed_heads == [(group, ("finished",))], found.gone
+    (True, 1)
     """
 
+    cdef object make
+    cdef str mark
     cdef tuple fields
-    cdef str separator
-    # In the order of the last listing. The state of a head is a tuple of its fields, None for any other key.
+    cdef Py_UCS4 separator
+    cdef dict groups
+    # In the order of the last listing.
     cdef list keys
     cdef list owners
-    cdef list states
+    cdef vector[char] heads
+    cdef bint reading
 
-    def __init__(self, fields, separator="_"):
+    def __init__(self, make, str mark not None, fields, separator="_"):
+        self.make = make
+        self.mark = mark
         self.fields = tuple(fields)
         self.separator = separator
-        self.keys, self.owners, self.states = [], [], []
+        self.groups = {}
+        self.keys, self.owners = [], []
+        self.reading = False
 
     def __len__(self):
         return len(self.keys)
@@ -87,27 +170,41 @@ cdef class KeyedListing:
         Raises
         ------
         TypeError
-            If a key is no str, or a head's or new key's tag is no dict.
+            If a key is no str, or a tag that is looked at no dict.
+        ValueError
+            If a key with the separator is marked as a head.
         RuntimeError
             If `items` changed while it was read.
         """
-        with cython.critical_section(self, items):
-            return self._compare(items)
+        if self.reading:
+            raise RuntimeError("a listing is being compared already")
+        self.reading = True
+        try:
+            with cython.critical_section(items):
+                return self._compare(items)
+        finally:
+            self.reading = False
 
-    cdef object _compare(self, dict items):
+    cdef ListingChanges _compare(self, dict items):
         cdef Py_ssize_t position = 0, at = 0, entry = 0, known = len(self.keys), count = len(items)
+        cdef PyObject** seen_keys = PySequence_Fast_ITEMS(<PyObject*>self.keys)
+        cdef const char* heads = self.heads.data()
+        cdef Py_ssize_t[AHEAD] waiting
+        cdef list tags = [None] * AHEAD
+        cdef size_t arrived = 0, looked_at = 0
         cdef PyObject *key
         cdef PyObject *tag
         cdef PyObject *seen
-        cdef object none = None
-        cdef list gone = [], new = [], new_tags = [], changed = []
+        cdef list gone = [], new = [], new_heads = [], changed = []
         cdef dict places = None
         cdef list order = None
         while PyDict_Next(items, &position, &key, &tag):
             entry = -1
-            if at < known and item_at(self.keys, at) == key:
+            if at < known and seen_keys[at] == key:
                 entry = at
                 at += 1
+                if not heads[entry]:
+                    continue  # what nearly all keys are; never in another order
             elif not PyUnicode_CheckExact(key):
                 raise TypeError(f"keys of a listing are str, got {type(<object>key).__name__} {<object>key!r}")
             elif places is not None:
@@ -117,7 +214,7 @@ cdef class KeyedListing:
             else:
                 # Comparing exact str runs nobody's code, so the borrowed pointers stay good.
                 while at < known:
-                    seen = item_at(self.keys, at)
+                    seen = seen_keys[at]
                     if seen == key or same_text(seen, key, Py_EQ):
                         entry = at
                         at += 1
@@ -130,108 +227,209 @@ cdef class KeyedListing:
                     # A key came before one that was here already: start over, by hash.
                     places = dict(zip(self.keys, range(known)))
                     order, position, at = [], 0, known
-                    gone.clear()
-                    new.clear()
-                    new_tags.clear()
-                    changed.clear()
+                    arrived = looked_at = 0
+                    for found in (gone, new, new_heads, changed):
+                        found.clear()
                     continue
             if order is not None:
                 order.append(entry)
             if entry < 0:
-                new.append(<object>key)
-                new_tags.append(require_tag(key, tag))
-            elif item_at(self.states, entry) != <PyObject*>none:
-                old = <tuple>item_at(self.states, entry)
-                state = self._state(require_tag(key, tag), old)
-                if state is not old:
-                    changed.append((entry, state))
+                self._introduce(<str>key, require_tag(key, tag), new, new_heads)
+            elif heads[entry]:
+                require_dict(key, tag)
+                if arrived - looked_at == AHEAD:
+                    self._watch(waiting[looked_at % AHEAD], <dict>item_at(tags, looked_at % AHEAD), changed)
+                    looked_at += 1
+                waiting[arrived % AHEAD] = entry
+                tags[arrived % AHEAD] = <object>tag
+                arrived += 1
+                if arrived - looked_at > AHEAD // 2:
+                    prefetch((<PyDictObject*>item_at(tags, (arrived - AHEAD // 2) % AHEAD)).ma_keys)
+        while looked_at < arrived:
+            self._watch(waiting[looked_at % AHEAD], <dict>item_at(tags, looked_at % AHEAD), changed)
+            looked_at += 1
         if len(items) != count:
             raise RuntimeError(f"the listing had {count} keys and has {len(items)} now; it changed while it was read")
-        if places is None:
-            gone.extend(range(at, known))  # after the last key that is listed
-        else:
-            gone.extend(sorted(places.values()))
-        changes = ListingChanges()
-        changes.gone = [(self.keys[entry], self.owners[entry]) for entry in gone]
-        changes.new, changes.new_tags = new, new_tags
-        changes.changed = [(self.owners[entry], self.states[entry], state) for entry, state in changed]
-        changes.plan = (known, gone, changed, order)
+        gone.extend(range(at, known) if places is None else sorted(places.values()))
+        cdef ListingChanges changes = ListingChanges.__new__(ListingChanges)
+        changes.new_heads = new_heads
+        changes.changed_heads = changed
+        changes.gone_heads = [self.owners[entry] for entry in gone if self.heads[entry]]
+        changes.new_keys, changes.gone_places, changes.order = new, gone, order
+        changes.known = known
         return changes
 
-    cdef tuple _state(self, dict tag, tuple old):
-        """Watched fields of a head; `old` itself where they are the same."""
+    cdef int _introduce(self, str key, dict tag, list new, list new_heads) except -1:
+        if self.separator not in key:
+            new_heads.append((key, self.state(tag)))
+        elif tag.get(self.mark):
+            raise ValueError(f"key {key!r} is marked {self.mark}, but holds {chr(self.separator)!r}, which heads must not")
+        new.append(key)
+        return 0
+
+    cdef int _watch(self, Py_ssize_t entry, dict now, list changed) except -1:
+        """Note a head whose fields are not what they were."""
         cdef Py_ssize_t i
         cdef PyObject *value
         cdef object none = None
-        cdef bint same = old is not None
-        if same:
-            for i in range(len(self.fields)):
-                value = PyDict_GetItemWithError(tag, self.fields[i])
-                if value == NULL:
-                    value = <PyObject*>none
-                if value != <PyObject*>old[i] and <object>value != old[i]:
-                    same = False
-                    break
-        return old if same else tuple([tag.get(field) for field in self.fields])
+        cdef tuple old = (<KeyGroup>item_at(self.owners, entry)).fields
+        for i in range(len(self.fields)):
+            value = PyDict_GetItemWithError(now, self.fields[i])
+            if value == NULL:
+                value = <PyObject*>none
+            if value != <PyObject*>old[i] and <object>value != old[i]:
+                changed.append((<object>item_at(self.owners, entry), self.state(now)))
+                break
+        return 0
 
-    def state(self, dict tag not None):
+    cpdef tuple state(self, dict tag):
         """Watched fields of a tag, None where it has none."""
-        return self._state(tag, None)
+        return tuple([tag.get(field) for field in self.fields])
 
-    def accept(self, changes, list owners not None):
-        """Remember what :meth:`compare` found; `owners` has one entry per new key.
+    def accept(self, ListingChanges changes not None):
+        """Remember what :meth:`compare` found, and bring the groups up to date with it.
+
+        Returns
+        -------
+        heads : list of KeyGroup
+            Those of ``changes.new_heads``.
+        touched : dict of KeyGroup to None
+            Groups that got or lost members.
 
         Raises
         ------
         ValueError
-            If the number of owners differs, or something else was accepted since.
+            If something else was accepted since.
         """
-        known, gone, changed, order = changes.plan
-        if len(owners) != len(changes.new):
-            raise ValueError(f"{len(owners)} owners for {len(changes.new)} new keys; one each is required")
-        if known != len(self.keys):
+        if self.reading:
+            raise RuntimeError("a listing is being compared")
+        if changes.known != len(self.keys):
             raise ValueError("another listing was accepted since this one was compared; compare it again")
-        states = [
-            self._state(tag, None) if self.separator not in key else None
-            for key, tag in zip(changes.new, changes.new_tags)
-        ]
-        changes.plan = (-1, (), (), None)
-        for entry, state in changed:
-            self.states[entry] = state
-        if order is not None:
-            fresh = iter(range(len(owners)))
-            picked = [(entry, -1) if entry >= 0 else (-1, next(fresh)) for entry in order]
-            self.keys = [self.keys[e] if e >= 0 else changes.new[n] for e, n in picked]
-            self.owners = [self.owners[e] if e >= 0 else owners[n] for e, n in picked]
-            self.states = [self.states[e] if e >= 0 else states[n] for e, n in picked]
-            return
-        if gone:
-            for column in (self.keys, self.owners, self.states):
-                drop(column, gone)
-        self.keys.extend(changes.new)
+        changes.known = -1
+        cdef dict touched = {}
+        cdef list new_heads = []
+        cdef vector[char] heads
+        cdef list owners = self._owners(changes, new_heads, touched, &heads)
+        cdef KeyGroup group
+        cdef Py_ssize_t place
+        for group, fields in changes.changed_heads:
+            group.fields = fields
+        for place in changes.gone_places:
+            group = <KeyGroup>item_at(self.owners, place)
+            if self.heads[place]:
+                group.listed = False
+            else:
+                group.lost += 1
+        for place in changes.gone_places:
+            group = <KeyGroup>item_at(self.owners, place)
+            if self.heads[place]:
+                continue
+            if group.lost:  # the first that is lost, and what is usual: all of them are
+                touched[group] = None
+                if group.lost == len(group.keys):
+                    group.keys.clear()
+                group.lost = 0
+            if group.keys:
+                group.keys.remove(self.keys[place])
+        for place in changes.gone_places:
+            group = self.owners[place]
+            if not group.listed and not group.keys:
+                self.groups.pop(group.uid, None)
+        if changes.order is not None:
+            self._reorder(changes, owners, heads)
+            return new_heads, touched
+        if changes.gone_places:
+            drop(self.keys, changes.gone_places)
+            drop(self.owners, changes.gone_places)
+            drop_flags(self.heads, changes.gone_places)
+        self.keys.extend(changes.new_keys)
         self.owners.extend(owners)
-        self.states.extend(states)
+        self.heads.insert(self.heads.end(), heads.begin(), heads.end())
+        return new_heads, touched
+
+    cdef list _owners(self, ListingChanges changes, list new_heads, dict touched, vector[char]* heads):
+        """Groups of the new keys, which get them."""
+        cdef str key, uid, separator = chr(self.separator)
+        cdef KeyGroup group = None
+        cdef KeyGroup last = None
+        cdef Py_ssize_t end
+        cdef list owners = []
+        for key in changes.new_keys:
+            end = key.find(separator)
+            if group is None or len(group.uid) != (len(key) if end < 0 else end) or not key.startswith(group.uid):
+                uid = key if end < 0 else key[:end]
+                group = self.groups.get(uid)
+                if group is None:
+                    group = self.groups[uid] = self.make(uid)
+            if end < 0:
+                group.listed = True
+                group.fields = changes.new_heads[len(new_heads)][1]
+                new_heads.append(group)
+            else:
+                group.keys.append(key)
+                if group is not last:
+                    touched[group] = None
+                    last = group
+            owners.append(group)
+            heads.push_back(end < 0)
+        return owners
+
+    cdef int _reorder(self, ListingChanges changes, list owners, const vector[char]& heads) except -1:
+        cdef list all_keys = [], all_owners = []
+        cdef vector[char] all_heads
+        cdef Py_ssize_t entry, fresh = 0
+        for entry in changes.order:
+            if entry >= 0:
+                all_keys.append(self.keys[entry])
+                all_owners.append(self.owners[entry])
+                all_heads.push_back(self.heads[entry])
+            else:
+                all_keys.append(changes.new_keys[fresh])
+                all_owners.append(owners[fresh])
+                all_heads.push_back(heads[fresh])
+                fresh += 1
+        self.keys, self.owners = all_keys, all_owners
+        self.heads.swap(all_heads)
+        return 0
 
 
-cdef object require_tag(PyObject* key, PyObject* tag):
-    if not isinstance(<object>tag, dict):
+cdef int require_dict(PyObject* key, PyObject* tag) except -1:
+    if not PyDict_Check(tag):
         raise TypeError(f"the tag of key {<object>key!r} must be a dict, got {type(<object>tag).__name__}")
-    return <object>tag
+    return 0
 
 
-cdef void drop(list column, list gone):
+cdef dict require_tag(PyObject* key, PyObject* tag):
+    require_dict(key, tag)
+    return <dict>tag
+
+
+cdef int drop(list column, list gone) except -1:
     """Remove the entries at these ascending positions, keeping the order of the rest."""
-    cdef Py_ssize_t write, read, n = len(column), at = 0, dropped = len(gone), next_gone
-    cdef PyObject *moved
-    write = next_gone = gone[0]
-    for read in range(write, n):
-        if read == next_gone:
-            at += 1
-            next_gone = gone[at] if at < dropped else n
-            continue
-        # Swapped, so that every reference stays counted once; what is dropped gathers at the end.
-        moved = item_at(column, write)
-        put_item(column, write, item_at(column, read))
-        put_item(column, read, moved)
-        write += 1
+    cdef PyObject** items = PySequence_Fast_ITEMS(<PyObject*>column)
+    cdef vector[PyObject*] dropped
+    cdef Py_ssize_t n = len(column), write = 0, read = 0, place
+    for place in gone:
+        dropped.push_back(items[place])
+    # Moved as they are, so that every reference stays counted once; what is dropped gathers at the end.
+    for place in gone:
+        memmove(items + write, items + read, (place - read) * sizeof(PyObject*))
+        write += place - read
+        read = place + 1
+    memmove(items + write, items + read, (n - read) * sizeof(PyObject*))
+    write += n - read
+    memmove(items + write, dropped.data(), dropped.size() * sizeof(PyObject*))
     del column[write:]
+    return 0
+
+
+cdef int drop_flags(vector[char]& flags, list gone) except -1:
+    """The same for flags."""
+    cdef Py_ssize_t n = flags.size(), write = 0, read = 0, place
+    for place in gone:
+        memmove(flags.data() + write, flags.data() + read, place - read)
+        write += place - read
+        read = place + 1
+    memmove(flags.data() + write, flags.data() + read, n - read)
+    flags.resize(write + n - read)
+    return 0

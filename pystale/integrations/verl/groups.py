@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pystale._core import StalenessIndex
-from pystale._objects import KeyedListing
+from pystale._objects import KeyedListing, KeyGroup
 
 __all__ = ["FAILURE", "FINISHED", "PENDING", "RUNNING", "Group", "PromptGroups"]
 
@@ -29,7 +29,7 @@ _NO_STEP = -1
 _NEVER = 2**62  # steps; a threshold nothing reaches
 
 
-class Group:
+class Group(KeyGroup):
     """A prompt and its trajectories.
 
     Attributes
@@ -46,16 +46,14 @@ class Group:
         Step it was dispatched for.
     """
 
-    __slots__ = ("arrival", "keys", "listed", "number", "status", "steps", "uid")
+    __slots__ = ("arrival", "number", "status", "steps")
 
     def __init__(self, uid: str) -> None:
-        self.uid = uid
-        self.keys: list[str] = []
-        self.listed = False
+        super().__init__(uid)
         self.status: int | None = None
         self.steps: int | None = None
         self.arrival = 0
-        self.number = 0
+        self.number = 0  # in the index, plus one; 0: not there
 
     def __repr__(self) -> str:
         return f"<Group {self.uid}: status {self.status}, step {self.steps}, {len(self.keys)} trajectories>"
@@ -89,10 +87,9 @@ class PromptGroups:
     def __init__(self, threshold: int | None, *, by_tokens: bool = False, missing_version: str = "prompt") -> None:
         self._by_tokens = by_tokens
         self._missing_version = missing_version
-        self._listing = KeyedListing(("is_prompt", "status", "global_steps"))
+        self._listing = KeyedListing(Group, "is_prompt", ("is_prompt", "status", "global_steps"))
         self._index = StalenessIndex()
         self._index.add_task(_NEVER if threshold is None else threshold, None)
-        self._groups: dict[str, Group] = {}
         self._numbered: dict[int, Group] = {}
         self._arrivals = 0
         self._cleared: list[Group] = []
@@ -115,45 +112,26 @@ class PromptGroups:
             nothing has changed.
         """
         changes = self._listing.compare(items)
-        prompts = [self._prompt(group.uid, state) for group, _, state in changes.changed]
-        new_prompts = []
-        owners, known = [], self._groups
-        fresh: dict[str, Group] = {}
-        for key, tag in zip(changes.new, changes.new_tags, strict=True):
-            uid, separator, _ = key.partition("_")
-            group = known.get(uid) or fresh.get(uid)
-            if group is None:
-                group = fresh[uid] = Group(uid)
-            if not separator:
-                new_prompts.append((group, self._prompt(uid, self._listing.state(tag))))
-            elif tag.get("is_prompt"):
-                raise ValueError(f"the key of a prompt is {key!r}; it must hold no underscore, which trajectories' do")
-            owners.append(group)
-        self._listing.accept(changes, owners)
-        known.update(fresh)
-        grown = self._take_away(changes.gone)
-        for key, group in zip(changes.new, owners, strict=True):
-            if "_" in key:
-                group.keys.append(key)
-                if group.number and self._by_tokens:
-                    grown[group] = None
-        for group, (status, steps) in new_prompts:
-            group.listed = True
+        new = [self._prompt(uid, state) for uid, state in changes.new_heads]
+        changed = [self._prompt(group.uid, state) for group, state in changes.changed_heads]
+        heads, touched = self._listing.accept(changes)
+        for group in changes.gone_heads:
+            if not group.listed:
+                self._leave(group)
+        for group, prompt in zip(heads, new, strict=True):
             self._arrivals += 1
             group.arrival = self._arrivals
-            self._place(group, status, steps, items)
-        for (group, _, _), (status, steps) in zip(changes.changed, prompts, strict=True):
-            self._place(group, status, steps, items)
+            self._place(group, *prompt, items)
+        for (group, _), prompt in zip(changes.changed_heads, changed, strict=True):
+            self._place(group, *prompt, items)
         for group in self._cleared:
             if group.listed and group.status is None:
                 self._place(group, *self._prompt(group.uid, self._listing.state(items[group.uid])), items)
         self._cleared.clear()
-        for group in grown:
-            if group.status == FINISHED:
-                self._enter(group, items)
-        for _, group in changes.gone:
-            if not group.listed and not group.keys:
-                known.pop(group.uid, None)
+        if self._by_tokens:
+            for group in touched:
+                if group.status == FINISHED:
+                    self._enter(group, items)
 
     def _prompt(self, uid: str, state: tuple[Any, ...]) -> tuple[int | None, int | None]:
         """Status and step of a prompt; no status for what is not tagged as a prompt."""
@@ -164,19 +142,6 @@ class PromptGroups:
         if status is None:
             raise ValueError(f"Unknown status: {name!r} of prompt {uid}; known are {', '.join(STATUSES)}")
         return status, _step(steps, "global_steps", uid)
-
-    def _take_away(self, gone: Iterable[tuple[str, Group]]) -> dict[Group, None]:
-        """Forget keys that are no longer listed; returns the groups that lost trajectories."""
-        shrunk: dict[Group, None] = {}
-        for key, group in gone:
-            if key == group.uid:
-                group.listed = False
-                self._leave(group)
-            else:
-                group.keys.remove(key)
-                if self._by_tokens:
-                    shrunk[group] = None
-        return shrunk
 
     # The index
 
@@ -189,7 +154,8 @@ class PromptGroups:
             self._index.expire(group.number - 1, (), status)
             self._track(group)
             return
-        self._leave(group)
+        if group.status is not None:
+            self._leave(group)
         group.status, group.steps = status, steps
         if status is not None:
             self._enter(group, items)

@@ -235,7 +235,9 @@ sync_refill_failed_groups : optional
         if filtering:
             self._discard_surplus(groups, selected, partition_id, metrics)
         if partition_id != VALIDATION and selected and not any(group.keys for group in selected):
-            remedy = "" if self.settings.sync_refill_failed_groups else "; sync_refill_failed_groups replaces such groups"
+            remedy = (
+                "" if self.settings.sync_refill_failed_groups else "; sync_refill_failed_groups replaces such groups"
+            )
             raise RuntimeError(f"none of the {len(selected)} groups selected has a trajectory{remedy}")
         return self._take(partition_id, selected, items), metrics.to_dict()
 
