@@ -1,6 +1,6 @@
 """Prompt groups of one partition, kept up to date from listings of the store.
 
-verl keeps a prompt and its trajectories in one key-value store: the prompt under ``{uid}``, with the tags ``is_prompt``,
+verl keeps a prompt and its trajectories in one key-value store: the prompt under ``{uid}``, tagged ``is_prompt``,
 ``status`` and ``global_steps`` (the step it was dispatched for), the trajectories under ``{uid}_{session}_{index}``.
 A uid holds no underscore.
 
