@@ -30,6 +30,7 @@ cdef enum:
     AHEAD = 16  # heads whose tags are on their way from memory while others are looked at
 
 
+@cython.auto_pickle(False)
 cdef class KeyGroup:
     """The keys of a listing that belong together: a head, and members named ``{head}{separator}...``.
 

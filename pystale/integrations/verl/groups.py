@@ -116,8 +116,7 @@ class PromptGroups:
         changed = [self._prompt(group.uid, state) for group, state in changes.changed_heads]
         heads, touched = self._listing.accept(changes)
         for group in changes.gone_heads:
-            if not group.listed:
-                self._leave(group)
+            self._leave(group)
         for group, prompt in zip(heads, new, strict=True):
             self._arrivals += 1
             group.arrival = self._arrivals
@@ -147,8 +146,7 @@ class PromptGroups:
 
     def _place(self, group: Group, status: int | None, steps: int | None, items: dict[str, dict[str, Any]]) -> None:
         """Give a group its status and step."""
-        moves = group.number and status is not None and steps == group.steps and not self._by_tokens
-        if moves:
+        if group.number and status is not None and steps == group.steps and not self._by_tokens:
             self._untrack(group)
             group.status = status
             self._index.expire(group.number - 1, (), status)
