@@ -1,5 +1,6 @@
 # KeyedListing: what changed between one listing of a key-value store and the next, without splitting a key twice.
 
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libcpp.vector cimport vector
 
 cdef extern from "Python.h":
@@ -10,6 +11,8 @@ cdef extern from "Python.h":
     bint PyUnicode_CheckExact(PyObject*) noexcept
     int same_text "PyObject_RichCompareBool"(PyObject*, PyObject*, int) except -1
     int PyDict_Contains(object, object) except -1
+    Py_ssize_t PyUnicode_FindChar(object, Py_UCS4, Py_ssize_t, Py_ssize_t, int) except -2
+    Py_ssize_t PyUnicode_Tailmatch(object, object, Py_ssize_t, Py_ssize_t, int) except -1
     const int Py_EQ
     ctypedef struct PyDictObject:
         void* ma_keys
@@ -30,7 +33,9 @@ cdef enum:
     AHEAD = 16  # heads whose tags are on their way from memory while others are looked at
 
 
+@cython.final
 @cython.auto_pickle(False)
+@cython.no_gc  # what it holds refers to nothing; tracked, 100k groups took twice the time to make
 cdef class KeyGroup:
     """The keys of a listing that belong together: a head, and members named ``{head}{separator}...``.
 
@@ -39,22 +44,59 @@ cdef class KeyGroup:
     uid : str
         Key of the head.
     keys : list of str
-        Keys of the members, as they came.
+        Keys of the members, as they came; a new list each time.
     listed : bool
         Whether the head is listed.
+    status, steps : int or None
+        For whoever reads the listing; not looked at here.
+    arrival, number : int
+        Likewise.
     """
 
     cdef readonly str uid
-    cdef readonly list keys
     cdef readonly bint listed
+    cdef public object status
+    cdef public object steps
+    cdef public int64_t arrival
+    cdef public int64_t number
+    cdef vector[PyObject*] members  # one reference each
     cdef tuple fields  # of the head's tag, when it was last listed
-    cdef Py_ssize_t lost  # members that are no longer listed, while that is counted
+    cdef size_t lost  # members that are no longer listed, while that is counted
 
     def __init__(self, str uid not None):
         self.uid = uid
-        self.keys = []
-        self.listed = False
-        self.fields = ()
+
+    def __dealloc__(self):
+        self.release_members()
+
+    def __repr__(self):
+        return f"<KeyGroup {self.uid}: status {self.status}, steps {self.steps}, {self.members.size()} members>"
+
+    @property
+    def keys(self):
+        cdef size_t i
+        return [<object>self.members[i] for i in range(self.members.size())]
+
+    cdef int add(self, str key) except -1:
+        self.members.push_back(<PyObject*>key)
+        Py_INCREF(key)
+        return 0
+
+    cdef int remove(self, PyObject* key) except -1:
+        """Remove a member, known by the very object that was added."""
+        cdef size_t i
+        for i in range(self.members.size()):
+            if self.members[i] == key:
+                self.members.erase(self.members.begin() + i)
+                Py_DECREF(<object>key)
+                return 0
+        return 0
+
+    cdef void release_members(self):
+        cdef size_t i
+        for i in range(self.members.size()):
+            Py_DECREF(<object>self.members[i])
+        self.members.clear()
 
 
 @cython.final
@@ -106,8 +148,6 @@ cdef class KeyedListing:
 
     Parameters
     ----------
-    make : callable
-        ``make(uid) -> KeyGroup``, called for a group not seen before.
     mark : str
         Entry of a tag that only heads may have.
     fields : tuple of str
@@ -121,8 +161,8 @@ cdef class KeyedListing:
 
     Examples
     --------
-    >>> from pystale._objects import KeyedListing, KeyGroup
-    >>> listing = KeyedListing(KeyGroup, "is_head", ("status",))
+    >>> from pystale._objects import KeyedListing
+    >>> listing = KeyedListing("is_head", ("status",))
     >>> found = listing.compare({"p": {"status": "running"}, "p_0": {}})
     >>> found.new_heads, found.new
     ([('p', ('running',))], 2)
@@ -134,7 +174,6 @@ cdef class KeyedListing:
     (True, 1)
     """
 
-    cdef object make
     cdef str mark
     cdef tuple fields
     cdef Py_UCS4 separator
@@ -145,8 +184,7 @@ cdef class KeyedListing:
     cdef vector[char] heads
     cdef bint reading
 
-    def __init__(self, make, str mark not None, fields, separator="_"):
-        self.make = make
+    def __init__(self, str mark not None, fields, separator="_"):
         self.mark = mark
         self.fields = tuple(fields)
         self.separator = separator
@@ -261,7 +299,7 @@ cdef class KeyedListing:
         return changes
 
     cdef int _introduce(self, str key, dict tag, list new, list new_heads) except -1:
-        if self.separator not in key:
+        if PyUnicode_FindChar(key, self.separator, 0, len(key), 1) < 0:
             new_heads.append((key, self.state(tag)))
         elif tag.get(self.mark):
             raise ValueError(f"key {key!r} is marked {self.mark}, but holds {chr(self.separator)!r}, which heads must not")
@@ -327,14 +365,14 @@ cdef class KeyedListing:
                 continue
             if group.lost:  # the first that is lost, and what is usual: all of them are
                 touched[group] = None
-                if group.lost == len(group.keys):
-                    group.keys.clear()
+                if group.lost == group.members.size():
+                    group.release_members()
                 group.lost = 0
-            if group.keys:
-                group.keys.remove(self.keys[place])
+            if group.members.size():
+                group.remove(item_at(self.keys, place))
         for place in changes.gone_places:
             group = self.owners[place]
-            if not group.listed and not group.keys:
+            if not group.listed and not group.members.size():
                 self.groups.pop(group.uid, None)
         if changes.order is not None:
             self._reorder(changes, owners, heads)
@@ -350,24 +388,28 @@ cdef class KeyedListing:
 
     cdef list _owners(self, ListingChanges changes, list new_heads, dict touched, vector[char]* heads):
         """Groups of the new keys, which get them."""
-        cdef str key, uid, separator = chr(self.separator)
+        cdef str key, uid
         cdef KeyGroup group = None
         cdef KeyGroup last = None
-        cdef Py_ssize_t end
+        cdef Py_ssize_t end, size
         cdef list owners = []
         for key in changes.new_keys:
-            end = key.find(separator)
-            if group is None or len(group.uid) != (len(key) if end < 0 else end) or not key.startswith(group.uid):
-                uid = key if end < 0 else key[:end]
+            size = len(key)
+            end = PyUnicode_FindChar(key, self.separator, 0, size, 1)
+            if end >= 0:
+                size = end
+            # Members often follow their head or one another.
+            if group is None or len(group.uid) != size or not PyUnicode_Tailmatch(key, group.uid, 0, size, -1):
+                uid = key if end < 0 else key[:size]
                 group = self.groups.get(uid)
                 if group is None:
-                    group = self.groups[uid] = self.make(uid)
+                    group = self.groups[uid] = KeyGroup(uid)
             if end < 0:
                 group.listed = True
                 group.fields = changes.new_heads[len(new_heads)][1]
                 new_heads.append(group)
             else:
-                group.keys.append(key)
+                group.add(key)
                 if group is not last:
                     touched[group] = None
                     last = group

@@ -1,15 +1,14 @@
 """Types of the kernels and ModelSteps.
 
-`summarise` and `trainable_mask` are for the buffer, KeyedListing and what goes with it for integrations; everything else
-is public under `pystale`.
+`summarise` and `trainable_mask` are for the buffer, KeyedListing and its parts for integrations; everything else is
+public under `pystale`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, final, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import disjoint_base
 
 # Of the sequences, lists and tuples are read; another kind is a TypeError at run time.
 _Steps: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps
@@ -103,8 +102,12 @@ class ModelSteps:
     def __reduce__(self) -> tuple[Any, ...]: ...
     def __sizeof__(self) -> int: ...
 
-@disjoint_base
+@final
 class KeyGroup:
+    status: int | None
+    steps: int | None
+    arrival: int
+    number: int
     def __init__(self, uid: str) -> None: ...
     @property
     def uid(self) -> str: ...
@@ -113,27 +116,23 @@ class KeyGroup:
     @property
     def listed(self) -> bool: ...
 
-_Group = TypeVar("_Group", bound=KeyGroup)
-
 @final
-class ListingChanges(Generic[_Group]):
+class ListingChanges:
     @property
     def new_heads(self) -> list[tuple[str, tuple[Any, ...]]]: ...
     @property
-    def changed_heads(self) -> list[tuple[_Group, tuple[Any, ...]]]: ...
+    def changed_heads(self) -> list[tuple[KeyGroup, tuple[Any, ...]]]: ...
     @property
-    def gone_heads(self) -> list[_Group]: ...
+    def gone_heads(self) -> list[KeyGroup]: ...
     @property
     def gone(self) -> int: ...
     @property
     def new(self) -> int: ...
 
 @final
-class KeyedListing(Generic[_Group]):
-    def __init__(
-        self, make: Callable[[str], _Group], mark: str, fields: Iterable[str], separator: str = "_"
-    ) -> None: ...
-    def compare(self, items: dict[str, dict[str, Any]]) -> ListingChanges[_Group]: ...
-    def accept(self, changes: ListingChanges[_Group]) -> tuple[list[_Group], dict[_Group, None]]: ...
+class KeyedListing:
+    def __init__(self, mark: str, fields: Iterable[str], separator: str = "_") -> None: ...
+    def compare(self, items: dict[str, dict[str, Any]]) -> ListingChanges: ...
+    def accept(self, changes: ListingChanges) -> tuple[list[KeyGroup], dict[KeyGroup, None]]: ...
     def state(self, tag: dict[str, Any]) -> tuple[Any, ...]: ...
     def __len__(self) -> int: ...

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 
-from pystale._objects import KeyedListing, KeyGroup
+from pystale._objects import KeyedListing
 
 FIELDS = ("is_prompt", "status")
 
 
 def listing_of(items):
-    listing = KeyedListing(KeyGroup, "is_prompt", FIELDS)
+    listing = KeyedListing("is_prompt", FIELDS)
     heads, _ = listing.accept(listing.compare(items))
     return listing, {group.uid: group for group in heads}
 
@@ -45,7 +45,7 @@ def changed_at_random(items, rng):
 @pytest.mark.parametrize("skipped", [0.0, 0.3], ids=["every listing accepted", "some listings only compared"])
 def test_changes_are_those_between_two_readings(rng, skipped):
     for _ in range(60):
-        listing = KeyedListing(KeyGroup, "is_prompt", FIELDS)
+        listing = KeyedListing("is_prompt", FIELDS)
         items, seen_heads, seen_keys, groups = {}, {}, [], {}
         for _ in range(30):
             items = changed_at_random(items, rng)

@@ -57,6 +57,8 @@ class RewardFilter:
                 f"{len(missing)} finished groups are missing DAPO metric {self.metric!r}, among them "
                 f"{', '.join(sorted(missing)[:5])}"
             )
+        for group in fresh:  # some for the second time, since they got or lost trajectories
+            groups.filtered.pop(group, None)
         groups.filtered.update(found)
         groups.unclassified.clear()
 

@@ -28,35 +28,9 @@ _TASK = 0  # one index per partition
 _NO_STEP = -1
 _NEVER = 2**62  # steps; a threshold nothing reaches
 
-
-class Group(KeyGroup):
-    """A prompt and its trajectories.
-
-    Attributes
-    ----------
-    uid : str
-        Key of the prompt.
-    keys : list of str
-        Keys of its trajectories, as they came.
-    listed : bool
-        Whether the key of the prompt is in the store.
-    status : int or None
-        PENDING to FAILURE; None for what counts as no prompt: not listed, not tagged as one, or cleared.
-    steps : int or None
-        Step it was dispatched for.
-    """
-
-    __slots__ = ("arrival", "number", "status", "steps")
-
-    def __init__(self, uid: str) -> None:
-        super().__init__(uid)
-        self.status: int | None = None
-        self.steps: int | None = None
-        self.arrival = 0
-        self.number = 0  # in the index, plus one; 0: not there
-
-    def __repr__(self) -> str:
-        return f"<Group {self.uid}: status {self.status}, step {self.steps}, {len(self.keys)} trajectories>"
+# A prompt and its trajectories. `status`: one of these, or None for what counts as no prompt (not listed, not tagged as
+# one, cleared). `steps`: the step it was dispatched for. `number`: that in the index plus one, 0 if it is not there.
+Group = KeyGroup
 
 
 class PromptGroups:
@@ -71,11 +45,13 @@ class PromptGroups:
     missing_version : {"prompt", "drop", "keep", "error"}, default "prompt"
         What becomes, by tokens, of a trajectory without ``min_global_steps``, and of a group without trajectories: as
         old as its prompt, stale at once, never stale, or an error.
+    classified : bool, default False
+        Whether a filter looks into finished groups.
 
     Attributes
     ----------
     unclassified : dict of Group to None
-        Finished groups nobody has looked into; for the filter, which empties it.
+        Finished groups the filter has not looked into; it empties this.
     filtered : dict of Group to float
         Finished groups without a signal, and the reward all their trajectories share; filled by the filter.
 
@@ -84,19 +60,27 @@ class PromptGroups:
     Not synchronised. What is here is a function of the last listing, except for what :meth:`clear` took out since.
     """
 
-    def __init__(self, threshold: int | None, *, by_tokens: bool = False, missing_version: str = "prompt") -> None:
+    def __init__(
+        self,
+        threshold: int | None,
+        *,
+        by_tokens: bool = False,
+        missing_version: str = "prompt",
+        classified: bool = False,
+    ) -> None:
         self._by_tokens = by_tokens
+        self._classified = classified
         self._missing_version = missing_version
-        self._listing = KeyedListing(Group, "is_prompt", ("is_prompt", "status", "global_steps"))
+        self._listing = KeyedListing("is_prompt", ("is_prompt", "status", "global_steps"))
         self._index = StalenessIndex()
         self._index.add_task(_NEVER if threshold is None else threshold, None)
         self._numbered: dict[int, Group] = {}
         self._arrivals = 0
         self._cleared: list[Group] = []
-        self._undated: dict[Group, None] = {}  # in flight, dispatched nobody knows when
-        self._versionless: dict[Group, None] = {}  # finished, with trajectories of unknown version that matter
-        self.unclassified: dict[Group, None] = {}
-        self.filtered: dict[Group, float] = {}
+        self._undated: dict[Group, Any] = {}  # in flight, dispatched nobody knows when
+        self._versionless: dict[Group, Any] = {}  # finished, with trajectories of unknown version that matter
+        self.unclassified: dict[Group, Any] = {}
+        self.filtered: dict[Group, Any] = {}
 
     # Listings
 
@@ -201,15 +185,15 @@ class PromptGroups:
 
     def _track(self, group: Group) -> None:
         if group.status == FINISHED:
-            if group not in self.filtered:
+            if self._classified:
                 self.unclassified[group] = None
-        elif group.status in IN_FLIGHT and group.steps is None:
+        elif group.steps is None and group.status in IN_FLIGHT:
             self._undated[group] = None
 
     def _untrack(self, group: Group) -> None:
-        for groups in (self.unclassified, self._undated, self._versionless):
-            groups.pop(group, None)
-        self.filtered.pop(group, None)
+        for groups in (self.unclassified, self.filtered, self._undated, self._versionless):
+            if groups:
+                groups.pop(group, None)
 
     def clear(self, groups: Iterable[Group]) -> None:
         """Take groups out that were cleared from the store. Those a later listing holds all the same come back."""

@@ -273,6 +273,7 @@ sync_refill_failed_groups : optional
                 self.settings.threshold,
                 by_tokens=self.settings.by_tokens,
                 missing_version=self.settings.missing_version,
+                classified=self._filter is not None,
             )
         groups.read(items)
         return groups, items
