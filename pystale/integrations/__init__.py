@@ -1,1 +1,1 @@
-"""Adapters that put pystale into training frameworks; each module imports without its framework."""
+"""Drop-in parts for other frameworks; each module imports its framework only when used."""
