@@ -77,20 +77,20 @@ def test_effective_mask_of_a_batch(benchmark: Any, how: str) -> None:
 
 
 @pytest.mark.benchmark(group="effective_mask, other dtypes and strides, 32k tokens")
-@pytest.mark.parametrize("dtype", ["i1", "i2", "i8", "u8", ">i4"])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i8", "u1", "u2", "u4", "u8", ">i4"])
+@pytest.mark.parametrize("stride", [1, 2, 3, -1])
 @pytest.mark.parametrize("how", ["before numpy", "after"])
 def test_effective_mask_of_other_layouts(
     benchmark: Any, response: dict[str, Any], dtype: str, stride: int, how: str
 ) -> None:
-    steps = np.repeat(response["int64"].astype(dtype), stride)[::stride]
+    steps = np.repeat(response["int64"].astype(dtype), abs(stride))[::stride]
     arguments = {"train_step": TRAIN_STEP, "token_stale_threshold": THRESHOLD}
     if how == "before numpy":
         # In the equivalent form that does not wrap around for unsigned steps.
         result = benchmark(lambda: steps >= TRAIN_STEP - THRESHOLD)
     else:
         result = benchmark(effective_mask, steps, **arguments)
-    np.testing.assert_array_equal(result, response["int64"] >= TRAIN_STEP - THRESHOLD)
+    np.testing.assert_array_equal(result, steps.astype(np.int64) >= TRAIN_STEP - THRESHOLD)
 
 
 @pytest.mark.benchmark(group="seq_staleness, int32, 32k tokens")

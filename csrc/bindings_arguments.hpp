@@ -15,6 +15,7 @@
 
 #include "kernels.hpp"
 #include "layout.hpp"
+#include "loops.hpp"
 #include "runs.hpp"
 
 namespace pystale::bindings {
@@ -63,17 +64,9 @@ inline bool small_int(PyObject* object, std::int64_t* value) noexcept {
     return true;
 }
 
-// Entries from items[0] on that are the same object, at least 1; eight at a time, since runs are long.
+// Entries from items[0] on that are the same object, at least 1.
 inline std::size_t same_objects(PyObject* const* items, std::size_t count) noexcept {
-    const auto first = reinterpret_cast<std::uintptr_t>(items[0]);
-    std::size_t same = 1;
-    for (; same + 8 <= count; same += 8) {
-        std::uintptr_t difference = 0;
-        for (std::size_t i = 0; i < 8; ++i) difference |= reinterpret_cast<std::uintptr_t>(items[same + i]) ^ first;
-        if (difference != 0) break;
-    }
-    while (same < count && reinterpret_cast<std::uintptr_t>(items[same]) == first) ++same;
-    return same;
+    return loops::same_words(reinterpret_cast<const std::uintptr_t*>(items), count);
 }
 
 // Column::source points into the argument itself, so it must stay where it is.
@@ -91,6 +84,9 @@ struct Argument {
 
     [[nodiscard]] const Column* mask() const noexcept { return given ? &column : nullptr; }
 };
+
+inline Argument* new_arguments(std::size_t count) { return new Argument[count]; }
+inline void delete_arguments(Argument* arguments) noexcept { delete[] arguments; }
 
 inline void use_array(Argument& argument) noexcept {
     argument.given = true;

@@ -10,7 +10,12 @@ namespace {
 int read_runs(void* source, std::size_t first, std::size_t count, std::int64_t* values) {
     const Runs& runs = *static_cast<const Runs*>(source);
     std::size_t at = first;
-    for (std::size_t run = runs.find(first); at < first + count; ++run) {
+    std::size_t run = runs.find(first);
+    if (static_cast<std::size_t>(runs.runs()[run].end) >= first + count) {
+        *values = runs.runs()[run].step;
+        return kAllTheSame;
+    }
+    for (; at < first + count; ++run) {
         const auto end = std::min(static_cast<std::size_t>(runs.runs()[run].end), first + count);
         values = std::fill_n(values, end - at, runs.runs()[run].step);
         at = end;

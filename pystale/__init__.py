@@ -9,6 +9,7 @@ from pystale._objects import ModelSteps, effective_mask, has_trainable_token, re
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import CheckpointError
+from pystale.client import PartialRolloutClient
 from pystale.disaggregated import DisaggAgentLoopManager
 from pystale.manager import AgentLoopManager
 from pystale.metrics import off_policy_metrics
@@ -23,6 +24,7 @@ from pystale.production import ProductionStalled
 from pystale.report import ProduceBatchStatus
 from pystale.result import ProduceBatchResult
 from pystale.sampler import PromptSampler, PromptsExhausted
+from pystale.saving import Resumed
 from pystale.staleness import StalenessRule
 from pystale.state import RolloutState, Status, group_status, update_sample_version
 from pystale.tasks import TaskSpec
@@ -38,12 +40,14 @@ __all__ = [
     "ModelSteps",
     "OffPolicyAccumulator",
     "Order",
+    "PartialRolloutClient",
     "ProduceBatchResult",
     "ProduceBatchStatus",
     "ProductionStalled",
     "PromptSampler",
     "PromptsExhausted",
     "ReplayBuffer",
+    "Resumed",
     "RolloutState",
     "StalenessRule",
     "Status",

@@ -6,7 +6,8 @@ from cpython.long cimport PyLong_Check, PyLong_CheckExact
 from cpython.number cimport PyNumber_AsSsize_t, PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport INT64_MAX, int64_t, uint8_t
+from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memset
 
 cdef extern from "Python.h":
     bint PyList_Check(PyObject* object) noexcept
@@ -15,10 +16,12 @@ cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(PyObject* object) noexcept
     long long PyLong_AsLongLongAndOverflow(PyObject* object, int* overflow) noexcept
 
-cdef extern from "<algorithm>" namespace "std":
-    void fill_n(int64_t* values, size_t count, int64_t value) noexcept
+cdef extern from "bindings_arguments.hpp" namespace "pystale::loops":
+    void repeat(int64_t value, size_t count, int64_t* out) noexcept
+    void spread(const uint8_t* flags, size_t count, size_t item_size, uint64_t one, byte* out) noexcept
 
 cdef extern from "bindings_arguments.hpp" namespace "pystale":
+    const int kAllTheSame
     ctypedef int (*Reader)(void* source, size_t first, size_t count, int64_t* values) except -1
 
     cdef cppclass byte "std::byte":
@@ -37,6 +40,7 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale":
 
     cdef cppclass Layout:
         byte* data
+        size_t item_size
         int axes
         const Py_ssize_t* shape
         const Py_ssize_t* strides
@@ -114,6 +118,8 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale::bindings":
         ListCursor cursor
         Column column
 
+    Argument* new_arguments(size_t count) except +
+    void delete_arguments(Argument* arguments) noexcept
     size_t same_objects(PyObject** items, size_t count) noexcept
     bint small_int(PyObject* object, int64_t* value) noexcept
     void use_array(Argument& argument) noexcept
@@ -192,7 +198,10 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
         item = items[i]
         if item == last:
             same = same_objects(items + i, count - i)
-            fill_n(values + i, same, value)
+            if same == count:
+                values[0] = value
+                return kAllTheSame
+            repeat(value, same, values + i)
             i += same
             continue
         if not PyLong_CheckExact(<object> item) or not small_int(item, &value):
@@ -203,6 +212,47 @@ cdef int read_list(void* source, size_t first, size_t count, int64_t* values) ex
     cursor.last = last
     cursor.value = value
     return 0
+
+
+def tensor_memory(tensor, str name, *, bint floats=False):
+    """The array over a torch tensor's memory; anything else comes back as it is.
+
+    Torch is looked up among the imported modules, never imported.
+
+    Parameters
+    ----------
+    tensor : object
+    name : str
+        What the caller calls it, for the error message.
+    floats : bool
+        Whether floating point is of use to the caller.
+
+    Raises
+    ------
+    TypeError
+        The memory cannot be used as it is, and what the caller can do about it.
+    """
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as refusal:
+        reason = refusal
+    if not floats and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        message = f"has dtype {tensor.dtype}; an integer or bool dtype is required, nothing is converted"
+    elif tensor.device.type != "cpu":
+        message = f"is on device {tensor.device}; memory of the CPU is required, .cpu() copies it there"
+    elif tensor.layout is not torch.strided:
+        message = f"has layout {tensor.layout}; a dense tensor is required, .to_dense() makes one"
+    elif tensor.requires_grad:
+        message = "requires grad; a tensor outside the graph is required, .detach() gives one over the same memory"
+    elif tensor.is_neg():
+        message = "is a negated view that was not computed yet; .resolve_neg() makes a tensor of it"
+    else:
+        message = f"of dtype {tensor.dtype} cannot be used as an array: {reason}"
+    raise TypeError(f"{name} {message}") from reason
 
 
 cdef object bind(Argument* argument, object given, const char* name, bint is_mask):
@@ -220,6 +270,9 @@ cdef object bind(Argument* argument, object given, const char* name, bint is_mas
         use_runs(argument[0], (<ModelSteps> given).runs_)
         return given
     kind = arrays.view(pointer, &argument.view)
+    if kind == ArrayKind.not_an_array:
+        given = tensor_memory(given, name.decode())
+        kind = arrays.view(<PyObject*> given, &argument.view)
     if kind == ArrayKind.not_an_array and (PyObject_CheckBuffer(given) or hasattr(type(given), "__array__")):
         given = np.asarray(given)
         kind = arrays.view(<PyObject*> given, &argument.view)
@@ -233,10 +286,14 @@ cdef object bind(Argument* argument, object given, const char* name, bint is_mas
     return given
 
 
-cdef object shape_of(const Argument& argument):
+cdef tuple shape_tuple(int axes, const Py_ssize_t* shape):
+    return tuple([shape[axis] for axis in range(axes)])
+
+
+cdef tuple shape_of(const Argument& argument):
     if not argument.in_memory:
         return (argument.column.size,)
-    return tuple([argument.view.layout.shape[axis] for axis in range(argument.view.layout.axes)])
+    return shape_tuple(argument.view.layout.axes, argument.view.layout.shape)
 
 
 cdef int require_flat(const Argument& argument) except -1:
@@ -312,20 +369,32 @@ cdef int check_lists(const Argument& steps, const Argument& mask) except -1:
     return 0
 
 
-cdef int bind_out(ArrayView* view, object out, str name, Element element, bint boolean, tuple shape) except -1:
+cdef enum OutDtype:
+    flags  # uint8 or bool
+    bools
+    int64s
+
+
+cdef object bind_out(ArrayView* view, object out, str name, OutDtype wanted, int axes, const Py_ssize_t* shape):
+    """Points `view` at the memory of `out`, an array or a tensor, and returns the array, to be kept for as long."""
     cdef ArrayKind kind = arrays.view(<PyObject*> out, view)
-    dtype = "bool" if boolean else "uint8" if element == Element.u8 else "int64"
+    dtype = "uint8 or bool" if wanted == OutDtype.flags else "bool" if wanted == OutDtype.bools else "int64"
     if kind == ArrayKind.not_an_array:
-        raise TypeError(f"{name} is {described(out)}; an array of {dtype} is required")
-    if kind == ArrayKind.other_dtype or view.element != element or view.boolean != boolean or view.swapped:
+        out = tensor_memory(out, name)
+        kind = arrays.view(<PyObject*> out, view)
+    if kind == ArrayKind.not_an_array:
+        raise TypeError(f"{name} is {described(out)}; an array or tensor of {dtype} is required")
+    if (kind == ArrayKind.other_dtype or view.swapped
+            or view.element != (Element.i64 if wanted == OutDtype.int64s else Element.u8)
+            or (wanted == OutDtype.bools and not view.boolean)):
         raise TypeError(f"{name} has dtype {out.dtype}; {dtype} is required")
-    if out.shape != shape:
-        raise ValueError(f"{name} has shape {out.shape}; {shape} is required")
+    if view.layout.axes != axes or memcmp(view.layout.shape, shape, axes * sizeof(Py_ssize_t)) != 0:
+        raise ValueError(f"{name} has shape {out.shape}; {shape_tuple(axes, shape)} is required")
     if not view.writable:
         raise ValueError(f"{name} is read-only; a writable array is required")
     if not entries_are_distinct(view.layout):
         raise ValueError(f"entries of {name} share memory (strides {out.strides}); every entry must have its own")
-    return 0
+    return out
 
 
 cdef object new_mask(const Argument& steps, const Argument& mask, int64_t cutoff, object kept, object kept_mask):

@@ -120,7 +120,7 @@ def measure(state, steps, train_step=None):
 cdef object ABSENT = object()
 
 
-def replace_fields(state, dict new):
+def replace_fields(state, dict new, list refused):
     """Write those fields of `new` that `state` has.
 
     Parameters
@@ -128,6 +128,8 @@ def replace_fields(state, dict new):
     state : RolloutState or alike
     new : dict of str to object
         Values by field.
+    refused : list
+        Gets ``(field, exception)`` for every field that cannot be written; the others are written all the same.
 
     Returns
     -------
@@ -139,8 +141,72 @@ def replace_fields(state, dict new):
         old = getattr(state, name, ABSENT)
         if old is ABSENT or old is value:
             continue
-        setattr(state, name, value)
+        try:
+            setattr(state, name, value)
+        except Exception as error:
+            refused.append((name, error))
+            continue
         if old is None or (type(old) in (str, list, tuple, dict, ModelSteps) and not len(old)):
             continue
         cleared[name] = old
     return cleared
+
+
+def copy_fields(state, copied, tuple names):
+    """Write the fields `names` of `state` to `copied`; a quarter of the time of ``copy.copy``."""
+    for name in names:
+        setattr(copied, name, getattr(state, name))
+
+
+cdef object mask_and_ones(steps, response_mask, int64_t cutoff, Py_ssize_t* ones_found):
+    """Effective mask of one response; adds the ones in it to `ones_found`."""
+    cdef Argument tokens, mask, ones
+    kept = bind(&tokens, steps, b"steps", False)
+    kept_mask = None if response_mask is None else bind(&mask, response_mask, b"response_mask", True)
+    require_flat(tokens)
+    require_same_shape(tokens, mask)
+    result = new_mask(tokens, mask, cutoff, kept, kept_mask)
+    bind(&ones, result, b"mask", True)
+    ones_found[0] += count_flags(ones.column, 0, ones.column.size)
+    return result
+
+
+def trainable_masks(list states, list members, bint rule_applies, train_step, token_stale_threshold):
+    """Masks a group trains with, and the number of tokens that train.
+
+    Parameters
+    ----------
+    states : list of RolloutState or alike
+    members : list of Member
+        Their numbers.
+    rule_applies : bool
+        Whether the token rule applies to the group.
+    train_step : int
+    token_stale_threshold : int or None
+
+    Returns
+    -------
+    masks : list
+        For each member the mask to write, a list where it had one; None where it keeps its own.
+    n_trainable : int
+    """
+    cdef Member member
+    cdef bint applies
+    cdef Py_ssize_t position, ones = 0
+    cdef int64_t fresh = oldest_fresh_step(as_train_step(train_step), as_token_threshold(token_stale_threshold))
+    cdef int64_t model = oldest_fresh_step(as_train_step(train_step), as_token_threshold(None))
+    cdef list masks = []
+    if len(states) != len(members):
+        raise ValueError(f"{len(states)} states, {len(members)} members")
+    for position in range(len(states)):
+        state = states[position]
+        member = members[position]
+        applies = rule_applies and member.newest_trainable >= 0
+        if not applies and not member.others:
+            masks.append(None)
+            ones += member.trainable
+            continue
+        old = state.response_mask
+        mask = mask_and_ones(state.response_model_steps, old, fresh if applies else model, &ones)
+        masks.append(mask.tolist() if isinstance(old, list) else mask)
+    return masks, ones

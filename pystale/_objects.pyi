@@ -1,34 +1,52 @@
 """Types of the kernels and ModelSteps.
 
-`summarise` and `trainable_mask` are for the buffer, KeyedListing and its parts for integrations; everything else is
-public under `pystale`.
+`summarise`, `pack_lists` and what reads states are for the buffer, KeyedListing and its parts for integrations;
+`trainable_mask` is that of one response. Everything else is public under `pystale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, final, overload
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 import numpy.typing as npt
 
+# A torch tensor, which cannot be named here without torch.
+class _Tensor(Protocol):
+    def numpy(self) -> npt.NDArray[Any]: ...
+
 # Of the sequences, lists and tuples are read; another kind is a TypeError at run time.
-_Steps: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps
-_Mask: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps
+_Steps: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps | _Tensor
+_Mask: TypeAlias = npt.NDArray[Any] | Sequence[int] | ModelSteps | _Tensor
+_Flags = TypeVar("_Flags", bound=npt.NDArray[np.uint8] | npt.NDArray[np.bool_] | _Tensor)
+_Ages = TypeVar("_Ages", bound=npt.NDArray[np.int64] | _Tensor)
+_Expired = TypeVar("_Expired", bound=npt.NDArray[np.bool_] | _Tensor)
 
 # Calls over at least this many tokens, all in arrays, let the GIL go.
 GIL_RELEASE_TOKENS: int
 
 def seq_staleness(steps: _Steps, *, train_step: int) -> int: ...
+@overload
 def effective_mask(
     steps: _Steps,
     *,
     train_step: int,
     token_stale_threshold: int | None,
     response_mask: _Mask | None = None,
-    out: npt.NDArray[np.uint8] | None = None,
+    out: None = None,
 ) -> npt.NDArray[np.uint8]: ...
+@overload
+def effective_mask(
+    steps: _Steps,
+    *,
+    train_step: int,
+    token_stale_threshold: int | None,
+    response_mask: _Mask | None = None,
+    out: _Flags,
+) -> _Flags: ...
 def has_trainable_token(
     steps: _Steps, *, train_step: int, token_stale_threshold: int | None, response_mask: _Mask | None = None
 ) -> bool: ...
+@overload
 def refresh_batch(
     steps: _Steps,
     offsets: _Steps,
@@ -37,8 +55,19 @@ def refresh_batch(
     stale_threshold: int,
     token_stale_threshold: int | None = None,
     response_mask: _Mask | None = None,
-    out: tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None = None,
+    out: None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]: ...
+@overload
+def refresh_batch(
+    steps: _Steps,
+    offsets: _Steps,
+    *,
+    train_step: int,
+    stale_threshold: int,
+    token_stale_threshold: int | None = None,
+    response_mask: _Mask | None = None,
+    out: tuple[_Ages, _Expired],
+) -> tuple[_Ages, _Expired]: ...
 
 # (oldest model step, newest trainable step, trainable tokens, model tokens); -1 where there is none.
 def summarise(steps: _Steps, response_mask: _Mask | None = None) -> tuple[int, int, int, int]: ...
@@ -47,6 +76,17 @@ def summarise(steps: _Steps, response_mask: _Mask | None = None) -> tuple[int, i
 def trainable_mask(
     steps: _Steps, response_mask: _Mask | None, train_step: int, token_stale_threshold: int | None
 ) -> tuple[npt.NDArray[np.uint8], int]: ...
+
+# The masks of many responses: all checked when made, then written at once as `one` or 0.
+@final
+class Responses:
+    @property
+    def tokens(self) -> list[int]: ...
+    def __new__(cls, states: list[Any]) -> Responses: ...
+    def write(self, out: npt.NDArray[Any], one: int, *, left: bool = False) -> None: ...
+
+# The array over a torch tensor's memory; anything else comes back as it is.
+def tensor_memory(tensor: Any, name: str, *, floats: bool = False) -> Any: ...
 
 # Numbers of one group member; its docstring says what each is.
 @final
@@ -66,10 +106,23 @@ class Member:
     def __init__(self) -> None: ...
     def seq_staleness(self, train_step: int) -> int: ...
 
+# Masks a group trains with, None where a member keeps its own, and the number of tokens that train.
+def trainable_masks(
+    states: list[Any], members: list[Member], rule_applies: bool, train_step: int, token_stale_threshold: int | None
+) -> tuple[list[Any], int]: ...
 def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> Member: ...
 
-# Old values of the fields that held something.
-def replace_fields(state: Any, new: dict[str, Any]) -> dict[str, Any]: ...
+# Kind, values and lengths of lists of one kind of number; None for others.
+def pack_lists(
+    lists: Sequence[list[Any]],
+) -> tuple[Literal["ints", "floats", "bools"], bytes, list[int]] | None: ...
+
+# Name, values and common type of the fields that are not None in all states.
+def filled_fields(states: list[Any], names: tuple[str, ...]) -> list[tuple[str, list[Any], type | None]]: ...
+
+# Old values of the fields that held something; `refused` gets the fields that cannot be written.
+def replace_fields(state: Any, new: dict[str, Any], refused: list[tuple[str, Exception]]) -> dict[str, Any]: ...
+def copy_fields(state: Any, copied: Any, names: tuple[str, ...]) -> None: ...
 
 @final
 class ModelSteps:

@@ -1,10 +1,13 @@
 # cython: language_level=3, autotestdict=False
-"""The kernels as Python sees them: arrays, lists of int read in place, and ModelSteps, in any mix.
+"""The kernels as Python sees them: arrays, tensors, lists of int read in place, and ModelSteps, in any mix.
+
+A torch tensor on the CPU is read and written where it lies, like the NumPy array over its memory.
 
 The rule itself and its source are in csrc/kernels.hpp; its meaning in plain Python in _reference.py.
 """
 import collections.abc
 import itertools
+import sys
 
 import numpy as np
 
@@ -15,6 +18,8 @@ cimport cython
 include "_arguments.pxi"
 include "_model_steps.pxi"
 include "_members.pxi"
+include "_batch_masks.pxi"
+include "_list_columns.pxi"
 include "_listing.pxi"
 
 # Calls over at least this many tokens, all in arrays, let the GIL go.
@@ -26,7 +31,7 @@ def seq_staleness(steps, *, train_step):
 
     Parameters
     ----------
-    steps : integer array, shape (n,), list or tuple of int, or ModelSteps
+    steps : integer array or CPU tensor, shape (n,), list or tuple of int, or ModelSteps
         Model step of every token; negative steps mark tokens no model generated and do not count.
     train_step : int
         Trainer step that will consume the response, counted from 1.
@@ -72,26 +77,26 @@ def effective_mask(steps, *, train_step, token_stale_threshold, response_mask=No
 
     Parameters
     ----------
-    steps : integer array of any shape, list or tuple of int, or ModelSteps
+    steps : integer array or CPU tensor of any shape, list or tuple of int, or ModelSteps
         Model step of every token; negative steps mark tokens no model generated.
     train_step : int
         Trainer step that will consume the tokens, counted from 1.
     token_stale_threshold : int or None
         In trainer steps, at least 0. None turns the token rule off: model tokens of any age count.
-    response_mask : integer or bool array, list or tuple of int or bool, or ModelSteps, same shape as `steps`, optional
+    response_mask : integer or bool array or CPU tensor, list or tuple of int or bool, or ModelSteps, same shape as `steps`, optional
         Any non-zero entry counts; None means all ones.
-    out : ndarray of uint8, same shape as `steps`, optional
+    out : ndarray or CPU tensor of uint8 or bool, same shape as `steps`, optional
         Where to write; may be `response_mask` itself. Nothing is written when an argument is refused.
 
     Returns
     -------
     ndarray of uint8, same shape as `steps`
-        0 or 1; `out` if it was given.
+        0 or 1; `out` itself if it was given.
 
     Raises
     ------
     TypeError
-        An argument is not made of integers, or `out` is not a uint8 array.
+        An argument is not made of integers, `out` is neither uint8 nor bool, or a tensor is not on the CPU.
     ValueError
         Shapes differ, a step does not fit int64, `out` cannot be written, or a bound is out of range.
     RuntimeError
@@ -109,19 +114,24 @@ def effective_mask(steps, *, train_step, token_stale_threshold, response_mask=No
     """
     cdef Argument tokens, mask
     cdef ArrayView target
+    cdef Py_ssize_t size
     cdef int64_t cutoff = oldest_fresh_step(as_train_step(train_step), as_token_threshold(token_stale_threshold))
     kept = bind(&tokens, steps, b"steps", False)
     kept_mask = None if response_mask is None else bind(&mask, response_mask, b"response_mask", True)
     require_same_shape(tokens, mask)
     if out is None:
         return new_mask(tokens, mask, cutoff, kept, kept_mask)
-    bind_out(&target, out, "out", Element.u8, False, shape_of(tokens))
+    if tokens.in_memory:
+        memory = bind_out(&target, out, "out", OutDtype.flags, tokens.view.layout.axes, tokens.view.layout.shape)
+    else:
+        size = tokens.column.size
+        memory = bind_out(&target, out, "out", OutDtype.flags, 1, &size)
     # Written early, an entry could be read later as a step or as another token's mask; and a uint64 step too large for
     # int64 is found only on the way.
     if (overlaps(target.layout, tokens)
             or (overlaps(target.layout, mask) and not same_entries(target.layout, mask.view.layout))
             or (tokens.in_memory and tokens.view.element == Element.u64)):
-        out[...] = new_mask(tokens, mask, cutoff, kept, kept_mask)
+        memory[...] = new_mask(tokens, mask, cutoff, kept, kept_mask)
         return out
     with cython.critical_section(kept, kept_mask):
         check_lists(tokens, mask)
@@ -137,10 +147,10 @@ def has_trainable_token(steps, *, train_step, token_stale_threshold, response_ma
 
     Parameters
     ----------
-    steps : integer array, shape (n,), list or tuple of int, or ModelSteps
+    steps : integer array or CPU tensor, shape (n,), list or tuple of int, or ModelSteps
     train_step : int
     token_stale_threshold : int or None
-    response_mask : integer or bool array, shape (n,), list or tuple of int or bool, or ModelSteps, optional
+    response_mask : integer or bool array or CPU tensor, shape (n,), list or tuple of int or bool, or ModelSteps, optional
         As for `effective_mask`.
 
     Returns
@@ -186,9 +196,9 @@ def refresh_batch(steps, offsets, *, train_step, stale_threshold, token_stale_th
 
     Parameters
     ----------
-    steps : integer array, shape (tokens,), list or tuple of int, or ModelSteps
+    steps : integer array or CPU tensor, shape (tokens,), list or tuple of int, or ModelSteps
         Model step of every token of every response.
-    offsets : integer array, shape (n + 1,), list or tuple of int, or ModelSteps
+    offsets : integer array or CPU tensor, shape (n + 1,), list or tuple of int, or ModelSteps
         Response r has tokens `[offsets[r], offsets[r + 1])`: the first is 0, the last the number of tokens.
     train_step : int
         Trainer step that will consume the responses, counted from 1.
@@ -196,10 +206,10 @@ def refresh_batch(steps, offsets, *, train_step, stale_threshold, token_stale_th
         In trainer steps, at least 0.
     token_stale_threshold : int or None, optional
         In trainer steps, at least 0. None turns the token rule off.
-    response_mask : integer or bool array, shape (tokens,), list or tuple of int or bool, or ModelSteps, optional
+    response_mask : integer or bool array or CPU tensor, shape (tokens,), list or tuple of int or bool, or ModelSteps, optional
         Any non-zero entry counts; None means all ones.
     out : (ndarray of int64, ndarray of bool), shape (n,), optional
-        The two arrays to write; they must not overlap anything else. Nothing is written when an argument is refused.
+        The two arrays or CPU tensors to write; they must not overlap anything else. Nothing is written when an argument is refused.
 
     Returns
     -------
@@ -244,8 +254,8 @@ def refresh_batch(steps, offsets, *, train_step, stale_threshold, token_stale_th
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError("out must be a tuple of two arrays: seq_staleness (int64) and expired (bool)")
         staleness_array, expired_array = out
-    bind_out(&staleness, staleness_array, "out[0]", Element.i64, False, (responses,))
-    bind_out(&expired, expired_array, "out[1]", Element.u8, True, (responses,))
+    staleness_memory = bind_out(&staleness, staleness_array, "out[0]", OutDtype.int64s, 1, &responses)
+    expired_memory = bind_out(&expired, expired_array, "out[1]", OutDtype.bools, 1, &responses)
     if (may_overlap(staleness.layout, expired.layout)
             or overlaps(staleness.layout, tokens) or overlaps(expired.layout, tokens)
             or overlaps(staleness.layout, mask) or overlaps(expired.layout, mask)
@@ -269,8 +279,8 @@ def summarise(steps, response_mask=None):
 
     Parameters
     ----------
-    steps : integer array, shape (n,), list or tuple of int, or ModelSteps
-    response_mask : integer or bool array, shape (n,), list or tuple of int or bool, or ModelSteps, optional
+    steps : integer array or CPU tensor, shape (n,), list or tuple of int, or ModelSteps
+    response_mask : integer or bool array or CPU tensor, shape (n,), list or tuple of int or bool, or ModelSteps, optional
 
     Returns
     -------
@@ -305,8 +315,8 @@ def trainable_mask(steps, response_mask, train_step, token_stale_threshold):
 
     Parameters
     ----------
-    steps : integer array, shape (n,), list or tuple of int, or ModelSteps
-    response_mask : integer or bool array, shape (n,), list or tuple of int or bool, ModelSteps, or None
+    steps : integer array or CPU tensor, shape (n,), list or tuple of int, or ModelSteps
+    response_mask : integer or bool array or CPU tensor, shape (n,), list or tuple of int or bool, ModelSteps, or None
     train_step : int
     token_stale_threshold : int or None
 
@@ -321,15 +331,10 @@ def trainable_mask(steps, response_mask, train_step, token_stale_threshold):
     >>> trainable_mask([5, 7, 7], None, 8, 1)
     (array([0, 1, 1], dtype=uint8), 2)
     """
-    cdef Argument tokens, mask, ones
+    cdef Py_ssize_t ones = 0
     cdef int64_t cutoff = oldest_fresh_step(as_train_step(train_step), as_token_threshold(token_stale_threshold))
-    kept = bind(&tokens, steps, b"steps", False)
-    kept_mask = None if response_mask is None else bind(&mask, response_mask, b"response_mask", True)
-    require_flat(tokens)
-    require_same_shape(tokens, mask)
-    result = new_mask(tokens, mask, cutoff, kept, kept_mask)
-    bind(&ones, result, b"mask", True)
-    return result, count_flags(ones.column, 0, ones.column.size)
+    result = mask_and_ones(steps, response_mask, cutoff, &ones)
+    return result, ones
 
 
 for _function in (seq_staleness, effective_mask, has_trainable_token, refresh_batch):

@@ -1,27 +1,36 @@
 """Arguments of the buffer, checked before anything changes."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from pystale.policy import Order
 from pystale.staleness import StalenessRule, checked_int
 
 __all__ = [
+    "OUTCOMES",
     "Rules",
     "Sizes",
     "Triggers",
+    "checked_hooks",
+    "checked_journal_delay",
+    "checked_missing_version",
+    "checked_order",
     "checked_outcome",
     "checked_rules",
     "checked_sizes",
     "checked_task_name",
     "checked_triggers",
+    "warn_of_discards",
 ]
 
 Sizes = Mapping[str, int]
 Rules = StalenessRule | dict[str, StalenessRule]
 Triggers = int | dict[str, int]
+OUTCOMES = ("trained", "failed", "filtered", "lost")
 
 
-def checked_rules(rule: Any) -> StalenessRule | dict[str, StalenessRule]:
+def checked_rules(rule: Any) -> Rules:
     if isinstance(rule, StalenessRule):
         return rule
     if not isinstance(rule, Mapping):
@@ -35,7 +44,7 @@ def checked_rules(rule: Any) -> StalenessRule | dict[str, StalenessRule]:
     return dict(rule)
 
 
-def checked_triggers(trigger: Any, rules: StalenessRule | dict[str, StalenessRule]) -> int | dict[str, int]:
+def checked_triggers(trigger: Any, rules: Rules) -> Triggers:
     if not isinstance(trigger, Mapping):
         return checked_int("tail_batch_trigger_size", trigger, at_least=-1)
     for name in trigger:
@@ -64,3 +73,45 @@ def checked_sizes(sizes: Any) -> dict[str, int]:
 def checked_outcome(outcome: Any, allowed: tuple[str, ...]) -> None:
     if outcome not in allowed:
         raise ValueError(f"outcome must be one of {', '.join(allowed)}, got {outcome!r}")
+
+
+def checked_order(order: Any) -> Order:
+    try:
+        return Order(order)
+    except ValueError:
+        raise ValueError(f"order must be one of {', '.join(o.value for o in Order)}, got {order!r}") from None
+
+
+def checked_missing_version(missing_version: Any) -> str:
+    if missing_version not in ("error", "oldest", "newest"):
+        raise ValueError(f"missing_version must be 'error', 'oldest' or 'newest', got {missing_version!r}")
+    return str(missing_version)
+
+
+def checked_hooks(*, on_release: Any, dump_ref: Any, load_ref: Any) -> None:
+    for name, hook in (("on_release", on_release), ("dump_ref", dump_ref), ("load_ref", load_ref)):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{name} must be callable, got {type(hook).__name__}")
+    if (dump_ref is None) != (load_ref is None):
+        raise ValueError("dump_ref and load_ref come together: what one writes the other has to read")
+
+
+def checked_journal_delay(seconds: Any) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"journal_delay must be a number of seconds, got {type(seconds).__name__}")
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"journal_delay must be at least 0 seconds and finite, got {seconds}")
+    return seconds
+
+
+def warn_of_discards(rules: Rules, triggers: Triggers) -> None:
+    """Warn the caller's caller where token expiry throws whole groups away."""
+    for name, rule in {"": rules}.items() if isinstance(rules, StalenessRule) else rules.items():
+        trigger = triggers if isinstance(triggers, int) else triggers.get(name, -1)
+        if rule.token_stale_threshold is not None and trigger < 0:
+            warnings.warn(
+                f"tail_batch_trigger_size=-1{name and f' of task {name!r}'} with max_token_staleness="
+                f"{rule.max_token_staleness}: a group is discarded for good, fresh members too, as soon as one member "
+                "has no trainable token left; 0 or more keeps it for re-rollout",
+                stacklevel=3,
+            )

@@ -1,18 +1,19 @@
-"""The buffer's operations for code without an event loop."""
+"""The buffer's face for code without an event loop."""
 
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.effects import flush
 from pystale.group import Group
+from pystale.operations import Operations
+from pystale.readiness import wait_ready
 from pystale.saving import Resumed
 from pystale.state import Status
-
-if TYPE_CHECKING:
-    from pystale.buffer import ReplayBuffer
+from pystale.take import claim_train_batch
+from pystale.waiting import ON_THREAD, finished
 
 __all__ = ["BlockingReplayBuffer"]
 
@@ -23,8 +24,8 @@ class BlockingReplayBuffer:
     Same names, arguments, results and errors. For code without an event loop, or in a thread beside one.
     """
 
-    def __init__(self, buffer: "ReplayBuffer") -> None:
-        self._buffer = buffer
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
     def put(
         self,
@@ -35,84 +36,73 @@ class BlockingReplayBuffer:
         train_step: int | None = None,
     ) -> Status:
         """See :meth:`ReplayBuffer.put`."""
-        status, effects = self._buffer._put(group, task_name, model_step, train_step)
-        self._buffer._finish_blocking(effects)
+        status, effects = self._operations.put(group, task_name, model_step, train_step)
+        finished(effects.finish(ON_THREAD))
         return status
 
     def refresh_staleness(self, train_step: int, *, statuses: Iterable[Any] | None = None) -> dict[str, int]:
         """See :meth:`ReplayBuffer.refresh_staleness`."""
-        moved, effects = self._buffer._refresh(train_step, statuses)
-        self._buffer._finish_blocking(effects)
+        moved, effects = self._operations.refresh(train_step, statuses)
+        finished(effects.finish(ON_THREAD))
         return moved
 
     def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
         """See :meth:`ReplayBuffer.get`."""
-        return self._buffer._get(n, task_name, status)
+        return self._operations.get(n, task_name, status)
 
     def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
         """See :meth:`ReplayBuffer.take_batch`."""
-        return self._buffer._hand_over_blocking(self._buffer._claim_batch(sizes, status))
+        return finished(self._operations.claim_batch(sizes, status).hand_over(ON_THREAD))
 
     def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """See :meth:`ReplayBuffer.take_train_batch`."""
-        while True:
-            claim, effects = self._buffer._claim_train_batch(sizes, train_step)
-            if claim is not None:
-                return self._buffer._hand_over_blocking(claim)
-            self._buffer._finish_blocking(effects)
+        claim = finished(claim_train_batch(self._operations, sizes, train_step, ON_THREAD))
+        return finished(claim.hand_over(ON_THREAD))
 
     def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """See :meth:`ReplayBuffer.wait_ready`."""
-        ready = threading.Event()
-        waiter = self._buffer._enlist(sizes, timeout, ready.set)
-        if waiter is None:
-            return True
-        try:
-            # A longer wait overflows the clock.
-            return ready.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-        finally:
-            self._buffer._dismiss(waiter)
+        return finished(wait_ready(self._operations, sizes, timeout, ON_THREAD))
 
     def is_ready(self, sizes: Sizes) -> bool:
         """See :meth:`ReplayBuffer.is_ready`."""
-        return self._buffer._is_ready(sizes)
+        return self._operations.is_ready(sizes)
 
     def count(self, task_name: str = "default", status: Any = Status.COMPLETED) -> int:
         """See :meth:`ReplayBuffer.count`."""
-        return self._buffer._count(task_name, status)
+        return self._operations.count(task_name, status)
 
     def count_statuses(self, task_names: Iterable[str], statuses: Iterable[Any]) -> dict[str, dict[Status, int]]:
         """See :meth:`ReplayBuffer.count_statuses`."""
-        return self._buffer._count_statuses(task_names, statuses)
+        return self._operations.count_statuses(task_names, statuses)
 
     def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """See :meth:`ReplayBuffer.reject`."""
-        self._buffer._finish_blocking(self._buffer._reject(group, task_name, outcome))
+        finished(self._operations.reject(group, task_name, outcome).finish(ON_THREAD))
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""
-        self._buffer.settle(groups, outcome)
-        self._buffer._flush()
+        self._operations.settle(groups, outcome)
+        self.flush()
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
-        return self._buffer.ledger()
+        return self._operations.ledger()
 
     def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ReplayBuffer.save`."""
-        self._buffer._run_save(self._buffer._start_save(directory, extra))
+        self._operations.run_save(self._operations.start_save(directory, extra))
 
     def resume(self, directory: str | os.PathLike[str] | None, *, undo_takes: bool = False) -> Resumed:
         """See :meth:`ReplayBuffer.resume`."""
-        return self._buffer._resume(directory, undo_takes)
+        return self._operations.resume(directory, undo_takes, lambda: False)
 
     def flush(self) -> None:
         """See :meth:`ReplayBuffer.flush`."""
-        self._buffer._flush()
+        finished(flush(self._operations.journal, ON_THREAD))
 
     def close(self) -> None:
         """See :meth:`ReplayBuffer.close`."""
-        self._buffer._close()
+        self._operations.close()
 
     def __len__(self) -> int:
-        return len(self._buffer)
+        return len(self._operations)

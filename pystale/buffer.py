@@ -1,66 +1,38 @@
-"""The replay buffer: a lock, an event-driven wait, and two faces (async and blocking) on the store."""
+"""The replay buffer: what its operations mean, and its face for an event loop."""
 
-import asyncio
-import contextlib
 import functools
-import inspect
-import logging
 import os
 import threading
-import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pystale.arguments import (
-    Rules,
     Sizes,
-    Triggers,
-    checked_outcome,
+    checked_hooks,
+    checked_journal_delay,
+    checked_missing_version,
+    checked_order,
     checked_rules,
-    checked_sizes,
-    checked_task_name,
     checked_triggers,
+    warn_of_discards,
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
-from pystale.disposal import Cleared
-from pystale.group import AGEING, Group, read_group
-from pystale.history import Changes
+from pystale.effects import OnRelease, flush
+from pystale.group import Group
 from pystale.journal import Journal
-from pystale.payload import DumpRef, EncodedGroup, LoadRef
+from pystale.operations import Operations
+from pystale.payload import DumpRef, LoadRef
 from pystale.policy import Order
-from pystale.readiness import Waiter, Waiters
-from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
+from pystale.readiness import wait_ready
+from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
-from pystale.state import Status, as_status
-from pystale.store import AGEING_BITS, Record, Store, Taken, status_bits, unwrite_masks, write_masks
-from pystale.ticket import copied
+from pystale.state import Status
+from pystale.store import Store
+from pystale.take import claim_train_batch
+from pystale.waiting import IN_EVENT_LOOP
 
-__all__ = ["ReplayBuffer"]
-
-logger = logging.getLogger("pystale")
-
-OnRelease = Callable[[list[tuple[Any, dict[str, Any]]]], Awaitable[None] | None]
-OUTCOMES = ("trained", "failed", "filtered", "lost")
-
-
-class Effects(NamedTuple):
-    """What is left to do after an operation: wait for its journal entry, then release what it cleared."""
-
-    cleared: Cleared
-    entry: int | None = None  # number of the journal entry to wait for
-
-
-class Claim(NamedTuple):
-    """Groups taken out of the store for training, and what they train with."""
-
-    records: list[Record]
-    masks: list[list[Taken]]
-    written: list[tuple[Any, Any]]  # states that got a mask, and the masks they had
-    batch: TrainBatch
-    entry: int | None = None  # number of the journal entry to wait for
+__all__ = ["OnRelease", "ReplayBuffer"]
 
 
 class ReplayBuffer:
@@ -70,7 +42,10 @@ class ReplayBuffer:
     store; it is held for microseconds, never across an await, I/O or a callback. A call that is cancelled before it
     took effect changes nothing, and no cancelled call takes groups along.
 
-    The buffer owns the groups it stores: change their states only after they are handed out.
+    The buffer owns the groups it stores: change their states only after they are handed out. A call that is cancelled
+    while it waits for an async ``on_release`` raises CancelledError, but what it did stands, and the release goes on.
+    A group whose state refuses what resetting it has to write (None, an empty list, the prompt) cannot be re-rolled; it
+    is discarded when it expires, with an error in the log, and the others are not affected.
 
     Parameters
     ----------
@@ -89,7 +64,7 @@ class ReplayBuffer:
     on_release : callable, optional
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
-        What it raises is logged; the operation stands.
+        What it raises is logged; the operation stands. KeyboardInterrupt and SystemExit go on to the caller.
     journal : path, optional
         Directory of a journal, created if absent, of which this buffer is the only user. See Notes.
     journal_delay : float, default 0.005
@@ -155,47 +130,33 @@ class ReplayBuffer:
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
-        try:
-            self.order = Order(order)
-        except ValueError:
-            raise ValueError(f"order must be one of {', '.join(o.value for o in Order)}, got {order!r}") from None
-        if missing_version not in ("error", "oldest", "newest"):
-            raise ValueError(f"missing_version must be 'error', 'oldest' or 'newest', got {missing_version!r}")
+        self.order = checked_order(order)
+        missing_version = checked_missing_version(missing_version)
         if max_rerolls is not None:
             max_rerolls = checked_int("max_rerolls", max_rerolls, at_least=0, remedy="None sets no bound")
-        if on_release is not None and not callable(on_release):
-            raise TypeError(f"on_release must be callable, got {type(on_release).__name__}")
-        for name, hook in (("dump_ref", dump_ref), ("load_ref", load_ref)):
-            if hook is not None and not callable(hook):
-                raise TypeError(f"{name} must be callable, got {type(hook).__name__}")
-        if (dump_ref is None) != (load_ref is None):
-            raise ValueError("dump_ref and load_ref come together: what one writes the other has to read")
-        if isinstance(journal_delay, bool) or not isinstance(journal_delay, (int, float)):
-            raise TypeError(f"journal_delay must be a number of seconds, got {type(journal_delay).__name__}")
-        if not 0 <= journal_delay < float("inf"):
-            raise ValueError(f"journal_delay must be at least 0 seconds and finite, got {journal_delay}")
         self.max_rerolls = max_rerolls
-        self.on_release = on_release
-        self._dump_ref = dump_ref
-        self._load_ref = load_ref
-        self._lock = threading.Lock()
-        self._waiters = Waiters()
-        self._saves: list[SaveJob] = []
-        self._new_store = functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls)
-        _warn_of_discards(rules, triggers)
-        self._journal = None if journal is None else Journal(journal, self.order.value, journal_delay)
-        self._use(self._new_store())
-        self.sync = BlockingReplayBuffer(self)
+        checked_hooks(on_release=on_release, dump_ref=dump_ref, load_ref=load_ref)
+        journal_delay = checked_journal_delay(journal_delay)
+        warn_of_discards(rules, triggers)
+        # What all faces of the buffer share, for modules of pystale that need it before anything is waited for.
+        self.operations = Operations(
+            functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls),
+            on_release=on_release,
+            journal=None if journal is None else Journal(journal, self.order.value, journal_delay),
+            dump_ref=dump_ref,
+            load_ref=load_ref,
+        )
+        self.sync = BlockingReplayBuffer(self.operations)
 
     # Settings
 
     def rule(self, task_name: str = "default") -> StalenessRule:
         """Rule of a task; ValueError when it has none."""
-        return self._store.settings(task_name)[0]
+        return self.operations.store.settings(task_name)[0]
 
     def tail_batch_trigger_size(self, task_name: str = "default") -> int:
         """Tail batch trigger of a task; ValueError when the task has no rule."""
-        return self._store.settings(task_name)[1]
+        return self.operations.store.settings(task_name)[1]
 
     # Operations
 
@@ -212,8 +173,9 @@ class ReplayBuffer:
         Parameters
         ----------
         group : sequence of RolloutState or alike
-            Members, which share a ``group_id``; where it is None the buffer gives them a fresh one. A group that
-            :meth:`get` handed out keeps its arrival and its count of re-rolls.
+            Members, which share a ``group_id``, an int or a str; where it is None the buffer gives them a fresh one. A
+            group that :meth:`get` handed out keeps its arrival and its count of re-rolls. States of a class without
+            ``group_id`` are then recognised as the objects they are.
         task_name : str, default "default"
             Task it belongs to.
         model_step : int, optional
@@ -230,11 +192,11 @@ class ReplayBuffer:
         Raises
         ------
         TypeError, ValueError
-            For an empty group, lengths that differ, a missing or future version, a task without a rule, a group that
-            is stored already. Nothing has changed then.
+            For an empty group, lengths that differ, a missing or future version, a task without a rule, a group or
+            a state that is stored already. Nothing has changed then.
         """
-        status, effects = self._put(group, task_name, model_step, train_step)
-        await self._finish(effects)
+        status, effects = self.operations.put(group, task_name, model_step, train_step)
+        await effects.finish(IN_EVENT_LOOP)
         return status
 
     async def refresh_staleness(self, train_step: int, *, statuses: Iterable[Status] | None = None) -> dict[str, int]:
@@ -255,8 +217,8 @@ class ReplayBuffer:
         dict of str to int
             For every task that had groups stored, how many entered EXPIRED or left during this call.
         """
-        moved, effects = self._refresh(train_step, statuses)
-        await self._finish(effects)
+        moved, effects = self.operations.refresh(train_step, statuses)
+        await effects.finish(IN_EVENT_LOOP)
         return moved
 
     async def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
@@ -265,11 +227,11 @@ class ReplayBuffer:
         They are in flight until they are put again, settled or rejected. Groups from the EXPIRED pool count one
         re-roll more.
         """
-        return self._get(n, task_name, status)
+        return self.operations.get(n, task_name, status)
 
     async def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
         """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained."""
-        return await self._hand_over(self._claim_batch(sizes, status))
+        return await self.operations.claim_batch(sizes, status).hand_over(IN_EVENT_LOOP)
 
     async def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """Take ``sizes[task]`` COMPLETED groups of each task for training at `train_step`, all or nothing.
@@ -283,13 +245,8 @@ class ReplayBuffer:
         TrainBatch
             Empty when a task is short; then nothing was taken, but what is too old has expired.
         """
-        while True:
-            claim, effects = self._claim_train_batch(sizes, train_step)
-            if claim is not None:
-                return await self._hand_over(claim)
-            # Taking waits until what the refresh released is freed: nothing but the journal is waited for after the
-            # groups are out, so that a cancelled call cannot take them along.
-            await self._finish(effects)
+        claim = await claim_train_batch(self.operations, sizes, train_step, IN_EVENT_LOOP)
+        return await claim.hand_over(IN_EVENT_LOOP)
 
     async def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
         """Wait until every task has ``sizes[task]`` COMPLETED groups; woken by `put`, never by polling.
@@ -306,38 +263,19 @@ class ReplayBuffer:
         bool
             False at the timeout.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def wake() -> None:
-            # A closed loop has nobody left who waits.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(resolve)
-
-        waiter = self._enlist(sizes, timeout, wake)
-        if waiter is None:
-            return True
-        try:
-            done, _ = await asyncio.wait([future], timeout=timeout)
-            return bool(done)
-        finally:
-            self._dismiss(waiter)
+        return await wait_ready(self.operations, sizes, timeout, IN_EVENT_LOOP)
 
     async def is_ready(self, sizes: Sizes) -> bool:
         """Whether every task has ``sizes[task]`` COMPLETED groups now."""
-        return self._is_ready(sizes)
+        return self.operations.is_ready(sizes)
 
     async def count(self, task_name: str = "default", status: Any = Status.COMPLETED) -> int:
         """Groups of a task in a pool."""
-        return self._count(task_name, status)
+        return self.operations.count(task_name, status)
 
     async def count_statuses(self, task_names: Iterable[str], statuses: Iterable[Any]) -> dict[str, dict[Status, int]]:
         """Groups of several tasks in several pools, at one moment."""
-        return self._count_statuses(task_names, statuses)
+        return self.operations.count_statuses(task_names, statuses)
 
     async def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """Release and count a group that is not put: ``failed``, ``filtered`` or ``lost``.
@@ -345,7 +283,7 @@ class ReplayBuffer:
         For groups that were generated and never stored, and for groups handed out by :meth:`get`. Their fields are
         cleared, but for the ids, the prompt and the status.
         """
-        await self._finish(self._reject(group, task_name, outcome))
+        await self.operations.reject(group, task_name, outcome).finish(IN_EVENT_LOOP)
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """Say what became of groups handed out by :meth:`get` that are not put back.
@@ -362,21 +300,7 @@ class ReplayBuffer:
         ValueError
             For a group that is not handed out; then none of them is settled.
         """
-        checked_outcome(outcome, OUTCOMES)
-        given = [list(group) for group in groups]
-        with self._lock:
-            names = [self._store.task_handed_out(group) for group in given]
-        arriving = [read_group(group, name) for group, name in zip(given, names, strict=True)]
-        known = {(read.task_name, read.group_id) for read in arriving}
-        if len(known) < len(arriving):
-            raise ValueError("a group is given twice; it can be settled once")
-        with self._lock:
-            self._check_journal()
-            for group in given:
-                self._store.task_handed_out(group)
-            for read in arriving:
-                self._store.settle(read, outcome)
-            self._record("settle")
+        self.operations.settle(groups, outcome)
 
     def ledger(self) -> dict[str, Any]:
         """Account of response tokens.
@@ -388,8 +312,7 @@ class ReplayBuffer:
             expired, failed, filtered, restarted, max_rerolls, lost), ``stored`` and ``in_flight``. At every moment
             ``produced`` is the sum of all others.
         """
-        with self._lock:
-            return self._store.ledger.as_dict()
+        return self.operations.ledger()
 
     async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the groups, their order and the account to `directory`, which is created if absent.
@@ -413,14 +336,8 @@ class ReplayBuffer:
         OSError
             If the file system refuses.
         """
-        job = self._start_save(directory, extra)
-        running = asyncio.get_running_loop().run_in_executor(None, self._run_save, job)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            job.cancel()
-            await asyncio.wait([running])
-            raise
+        job = self.operations.start_save(directory, extra)
+        await IN_EVENT_LOOP.computed(functools.partial(self.operations.run_save, job), job.cancel)
 
     async def resume(self, directory: str | os.PathLike[str] | None, *, undo_takes: bool = False) -> Resumed:
         """Load what :meth:`save` wrote into this buffer, which must be empty and have the same order.
@@ -452,393 +369,17 @@ class ReplayBuffer:
             continue the checkpoint.
         """
         cancelled = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(None, self._resume, directory, undo_takes, cancelled)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            cancelled.set()
-            await asyncio.wait([running])
-            raise
+        return await IN_EVENT_LOOP.computed(
+            functools.partial(self.operations.resume, directory, undo_takes, cancelled.is_set), cancelled.set
+        )
 
     async def flush(self) -> None:
         """Return once everything done so far is in the journal, on disk. At once without a journal."""
-        if self._journal is not None:
-            await self._journal.durable(self._journal.last)
+        await flush(self.operations.journal, IN_EVENT_LOOP)
 
     async def close(self) -> None:
         """Write the journal to its end and let another buffer use it; this one refuses to change from then on."""
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        await IN_EVENT_LOOP.computed(self.operations.close, lambda: None)
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._store.records)
-
-    # What both faces share: everything here runs to its end without waiting
-
-    def _put(
-        self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
-    ) -> tuple[Status, Effects]:
-        checked_task_name(task_name)
-        if train_step is not None:
-            train_step = checked_int("train_step", train_step, at_least=1)
-        # Reading is the part that costs what the responses are long; it needs no lock.
-        self._store.settings(task_name)
-        arriving = read_group(
-            group,
-            task_name,
-            model_step=model_step,
-            train_step=train_step,
-            versions_required=self._store.missing_version == "error",
-        )
-        encoded = None if self._journal is None else encode_arriving(arriving, self._dump_ref)
-        cleared = Cleared(self.on_release is not None)
-        with self._lock:
-            self._check_journal()
-            status = self._store.put(arriving, train_step, cleared)
-            entry = self._record("put", encoded)
-            ready = self._waiters.pop_ready(self._short) if status is Status.COMPLETED else []
-        _wake(ready)
-        return status, Effects(cleared, entry)
-
-    def _refresh(self, train_step: int, statuses: Iterable[Any] | None) -> tuple[dict[str, int], Effects]:
-        train_step = checked_int("train_step", train_step, at_least=1)
-        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
-        cleared = Cleared(self.on_release is not None)
-        with self._lock:
-            self._check_journal()
-            moved = self._store.refresh(train_step, bits, cleared)
-            return moved, Effects(cleared, self._record("refresh"))
-
-    def _get(self, n: int, task_name: str, status: Any) -> list[Group]:
-        n, status = checked_int("n", n, at_least=0), as_status(status)
-        with self._lock:
-            self._check_journal()
-            self._store.settings(checked_task_name(task_name))
-            records = self._store.hand_out(task_name, status, n)
-        try:
-            # As long as the responses are, and so not under the mutex.
-            copies = [copied(record.states) for record in records]
-        except BaseException:
-            self._give_back(records)
-            raise
-        with self._lock:
-            for record, of_record in zip(records, copies, strict=True):
-                self._store.lend(record, of_record)
-        return [record.states for record in records]
-
-    def _claim_batch(self, sizes: Sizes, status: Any) -> Claim:
-        sizes, status = self._checked_sizes(sizes), as_status(status)
-        with self._lock:
-            self._check_journal()
-            claimed = self._claim(sizes, status)
-        return self._train(sizes, claimed, None)
-
-    def _claim_train_batch(self, sizes: Sizes, train_step: int) -> tuple[Claim | None, Effects]:
-        """The claim, or None with what the refresh released, which has to be freed before trying again."""
-        sizes = self._checked_sizes(sizes)
-        train_step = checked_int("train_step", train_step, at_least=1)
-        cleared = Cleared(self.on_release is not None)
-        with self._lock:
-            self._check_journal()
-            self._store.refresh(train_step, AGEING_BITS, cleared)
-            effects = Effects(cleared, self._record("refresh"))
-            if cleared.states:
-                return None, effects
-            claimed = self._claim(sizes, Status.COMPLETED)
-        cleared.free()
-        claim = self._train(sizes, claimed, train_step)
-        return (claim if claimed else claim._replace(entry=effects.entry)), effects
-
-    def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
-        """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
-        if self._short(sizes, status):
-            return []
-        return [record for task_name, n in sizes.items() for record in self._store.hand_out(task_name, status, n)]
-
-    def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None) -> Claim:
-        """Book claimed records as a batch. Masks cost what responses are long, so they are made without the lock."""
-        if not claimed and any(sizes.values()):
-            return Claim([], [], [], TrainBatch({}, {}))
-        groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
-        tokens = dict.fromkeys(sizes, 0)
-        try:
-            masks = [self._store.masks(record, train_step) for record in claimed]
-            with self._lock:
-                for record in claimed:
-                    self._preserve(record, True)
-                written = write_masks(claimed, masks)
-                for record, taken in zip(claimed, masks, strict=True):
-                    groups[record.task.name].append(record.states)
-                    tokens[record.task.name] += self._store.train(record, taken)
-                entry = self._record("take")
-        except BaseException:
-            self._give_back(claimed)
-            raise
-        return Claim(claimed, masks, written, TrainBatch(groups, tokens), entry)
-
-    def _give_back(self, claimed: list[Record]) -> None:
-        """Store records again that were claimed and that nobody got."""
-        with self._lock:
-            for record in claimed:
-                self._store.give_back(record)
-            ready = self._waiters.pop_ready(self._short)
-        _wake(ready)
-
-    async def _hand_over(self, claim: Claim) -> TrainBatch:
-        """Give a batch to the caller once the journal says that it is taken."""
-        if claim.entry is not None and self._journal is not None:
-            try:
-                await self._journal.durable(claim.entry)
-            except BaseException:
-                self._take_back(claim)
-                raise
-        return claim.batch
-
-    def _hand_over_blocking(self, claim: Claim) -> TrainBatch:
-        if claim.entry is not None and self._journal is not None:
-            try:
-                self._journal.wait(claim.entry)
-            except BaseException:
-                self._take_back(claim)
-                raise
-        return claim.batch
-
-    def _take_back(self, claim: Claim) -> None:
-        """Undo a take whose caller gave up, or whose entry could not be written."""
-        unwrite_masks(claim.written)
-        encoded: list[EncodedGroup | None] = [None] * len(claim.records)
-        for position, record in enumerate(claim.records):
-            try:
-                group = encode(record, self._dump_ref)
-                encoded[position] = group if self._dump_ref is None else group.dump_references(self._dump_ref)
-            except Exception:
-                logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
-        with self._lock:
-            for record, masks, again in zip(claim.records, claim.masks, encoded, strict=True):
-                if again is not None:
-                    self._store.untrain(record, masks)
-                    self._record("take back", again)
-            ready = self._waiters.pop_ready(self._short)
-        _wake(ready)
-
-    def _checked_sizes(self, sizes: Any) -> dict[str, int]:
-        checked = checked_sizes(sizes)
-        for task_name in checked:
-            self._store.settings(task_name)  # here, and not when a put looks who can go on
-        return checked
-
-    def _short(self, sizes: Sizes, status: Status = Status.COMPLETED) -> bool:
-        return any(self._store.count(task_name, status) < n for task_name, n in sizes.items())
-
-    def _is_ready(self, sizes: Sizes) -> bool:
-        sizes = self._checked_sizes(sizes)
-        with self._lock:
-            return not self._short(sizes)
-
-    def _enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
-        """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
-        sizes = self._checked_sizes(sizes)
-        if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
-                raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__} {timeout!r}")
-            if not timeout >= 0:
-                raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
-        with self._lock:
-            if self._journal is not None:
-                self._journal.check_open()
-            return self._waiters.add(sizes, wake) if self._short(sizes) else None
-
-    def _dismiss(self, waiter: Waiter) -> None:
-        with self._lock:
-            self._waiters.discard(waiter)
-
-    def _count(self, task_name: str, status: Any) -> int:
-        status = as_status(status)
-        with self._lock:
-            return self._store.count(task_name, status)
-
-    def _count_statuses(self, task_names: Iterable[str], statuses: Iterable[Any]) -> dict[str, dict[Status, int]]:
-        pools = [as_status(status) for status in statuses]
-        with self._lock:
-            return {name: {status: self._store.count(name, status) for status in pools} for name in task_names}
-
-    def _reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Effects:
-        checked_outcome(outcome, OUTCOMES[1:])
-        self._store.settings(checked_task_name(task_name))
-        arriving = read_group(group, task_name)
-        cleared = Cleared(self.on_release is not None)
-        with self._lock:
-            self._check_journal()
-            self._store.reject(arriving, outcome, cleared)
-            return Effects(cleared, self._record("reject"))
-
-    # The journal
-
-    def _check_journal(self) -> None:
-        """Raise, before anything changes, where what changes could not be recorded. Called under the lock."""
-        if self._journal is not None:
-            self._journal.check()
-
-    def _record(self, op: str, group: EncodedGroup | None = None) -> int | None:
-        """Append what the store was told to do since the last call; the one place where that happens.
-
-        Called under the lock, so that entries have the order of what they tell. Returns the number of an entry that
-        has to be on disk before the caller is answered.
-        """
-        changes, journal = self._store.changes, self._journal
-        if changes is None or journal is None:
-            return None
-        done = changes.envelope(op, self._store)
-        if done is None:
-            return None
-        envelope, has_group, waits = done
-        number = journal.append(envelope, group if has_group else None)
-        return number if waits else None
-
-    async def _finish(self, effects: Effects) -> None:
-        if effects.entry is None or self._journal is None:
-            await self._release(effects.cleared)
-        elif not effects.cleared.states:
-            effects.cleared.free()
-            await self._journal.durable(effects.entry)
-        else:
-            # A task of its own: what was cleared is released after its entry is on disk, also when the caller is gone.
-            await asyncio.shield(asyncio.ensure_future(self._release_recorded(effects)))
-
-    async def _release_recorded(self, effects: Effects) -> None:
-        try:
-            if self._journal is not None and effects.entry is not None:
-                await self._journal.durable(effects.entry)
-        finally:
-            await self._release(effects.cleared)
-
-    def _finish_blocking(self, effects: Effects) -> None:
-        try:
-            if effects.entry is not None and self._journal is not None:
-                self._journal.wait(effects.entry)
-        finally:
-            self._release_blocking(effects.cleared)
-
-    def _flush(self) -> None:
-        if self._journal is not None:
-            self._journal.wait(self._journal.last)
-
-    def _close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-
-    def _use(self, store: Store) -> None:
-        store.before_change = self._preserve
-        if self._journal is not None:
-            store.changes = Changes(store.train_step)
-        self._store = store
-
-    # Releasing
-
-    async def _release(self, cleared: Cleared) -> None:
-        pending = self._call_on_release(cleared)
-        if pending is not None:
-            # Shielded: a caller that is cancelled here must not keep references from being freed.
-            await asyncio.shield(asyncio.ensure_future(_logged(pending)))
-
-    def _release_blocking(self, cleared: Cleared) -> None:
-        pending = self._call_on_release(cleared)
-        if pending is not None:
-            # In a loop of its own thread, since one may be running in this thread.
-            thread = threading.Thread(target=lambda: asyncio.run(_logged(pending)), name="pystale-release")
-            thread.start()
-            thread.join()
-
-    def _call_on_release(self, cleared: Cleared) -> Awaitable[None] | None:
-        cleared.free()
-        if not cleared.states or self.on_release is None:
-            return None
-        try:
-            result = self.on_release(cleared.states)
-        except Exception:
-            logger.exception("on_release failed on %d states", len(cleared.states))
-            return None
-        return result if inspect.isawaitable(result) else None
-
-    # Saving
-
-    def _preserve(self, record: Record, leaving: bool) -> None:
-        """Called under the lock before a record changes or leaves: running saves write it as it was."""
-        for job in self._saves:
-            job.preserve(record, leaving)
-
-    def _start_save(self, directory: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> SaveJob:
-        if extra is not None and not isinstance(extra, Mapping):
-            raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
-        with self._lock:
-            if self._journal is not None:
-                self._journal.check_open()
-            job = SaveJob(directory, self._store, self._lock, self._dump_ref, self._journal, extra)
-            self._saves.append(job)
-            return job
-
-    def _run_save(self, job: SaveJob) -> None:
-        try:
-            job.run()
-        finally:
-            with self._lock:
-                self._saves.remove(job)
-
-    def _resume(
-        self,
-        directory: str | os.PathLike[str] | None,
-        undo_takes: bool = False,
-        cancelled: threading.Event | None = None,
-    ) -> Resumed:
-        self._refuse_resume()
-        store, resumed, reading = load(
-            directory, self._new_store, load_ref=self._load_ref, journal=self._journal, undo_takes=undo_takes
-        )
-        if reading is not None:
-            self._refuse_resume()
-            reading.finish()
-        with self._lock:
-            if cancelled is not None and cancelled.is_set():
-                return resumed
-            self._refuse_resume()
-            self._use(store)
-            if reading is not None:
-                reading.open()
-            if undo_takes and store.changes is not None:
-                store.changes.undo_takes()
-            entry = self._record("resume")
-            ready = self._waiters.pop_ready(self._short)
-        _wake(ready)
-        if entry is not None and self._journal is not None:
-            self._journal.wait(entry)
-        return resumed
-
-    def _refuse_resume(self) -> None:
-        store = self._store
-        if store.records or store.tickets or store.ledger.produced:
-            raise ValueError("resume needs a buffer that has never held a group; make a new one")
-
-
-def _wake(ready: list[Waiter]) -> None:
-    for waiter in ready:
-        waiter.wake()
-
-
-async def _logged(pending: Awaitable[None]) -> None:
-    try:
-        await pending
-    except Exception:
-        logger.exception("on_release failed")
-
-
-def _warn_of_discards(rules: Rules, triggers: Triggers) -> None:
-    """Warn where token expiry throws whole groups away."""
-    for name, rule in {"": rules}.items() if isinstance(rules, StalenessRule) else rules.items():
-        trigger = triggers if isinstance(triggers, int) else triggers.get(name, -1)
-        if rule.token_stale_threshold is not None and trigger < 0:
-            warnings.warn(
-                f"tail_batch_trigger_size=-1{name and f' of task {name!r}'} with max_token_staleness="
-                f"{rule.max_token_staleness}: a group is discarded for good, fresh members too, as soon as one member "
-                "has no trainable token left; 0 or more keeps it for re-rollout",
-                stacklevel=3,
-            )
+        return len(self.operations)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pystale.demo.settings import Settings
+from pystale.demo.settings import MODES, Settings
 
 __all__ = ["app", "run"]
 
@@ -80,6 +80,12 @@ def _integer(low: int, high: int = FAR, *, none: bool = False) -> Callable[[str]
     return parse
 
 
+def _mode(value: str) -> str:
+    if value not in MODES:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(MODES)}")
+    return value
+
+
 def _share(value: str) -> float:
     try:
         share = float(value)
@@ -94,12 +100,30 @@ def _share(value: str) -> float:
     help="Train a small policy by asynchronous GRPO with partial rollouts, here and now, in less than a minute.\n\n"
     "A policy in NumPy learns to count from a to b. Weight syncs land in the middle of its long responses, which are "
     "continued under the new weights. Every token knows the version that wrote it: stale ones are masked out of the "
-    "loss, and groups with nothing fresh left are generated anew. Ctrl-C ends it early, with the report so far."
+    "loss, and groups with nothing fresh left are generated anew. Ctrl-C ends it early, with the report so far; with "
+    "--checkpoint the same command goes on with it, as it does after a crash."
 )
 def demo(
+    context: typer.Context,
+    mode: Annotated[
+        str,
+        typer.Option(
+            parser=_mode,
+            metavar="MODE",
+            help="sync: exactly a batch is generated, then trained; nothing is stale. colocated: what is not finished "
+            "when a batch is there is continued after the weight sync. disaggregated: the engine generates in the "
+            "background while the policy trains.",
+        ),
+    ] = Settings.mode,
     steps: Annotated[int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps.")] = Settings.steps,
     seed: Annotated[
-        int, typer.Option(parser=_integer(0, 2**63), metavar="N", help="The same seed gives the same run.")
+        int,
+        typer.Option(
+            parser=_integer(0, 2**63),
+            metavar="N",
+            help="Without --checkpoint the same seed gives the same run, but not in mode disaggregated, where it "
+            "depends on the speed of the machine.",
+        ),
     ] = Settings.seed,
     group_size: Annotated[
         int, typer.Option(parser=_integer(1, 128), metavar="N", help="Responses per prompt.")
@@ -136,17 +160,53 @@ def demo(
             parser=_share, metavar="X", help="Share of a batch, which is 16 groups, to generate on top of the batch."
         ),
     ] = Settings.over_sample_threshold,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the run in this directory, and go on with the run that is there: after Ctrl-C, a crash or "
+            "kill -9.",
+            show_default=False,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps between two checkpoints.")
+    ] = 10,
 ) -> Callable[[], int]:
-    from pystale.demo.display import show
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if name not in ("mode", "checkpoint", "checkpoint_every") and _was_given(context, name)
+    }
+    try:
+        settings = Settings.of_mode(mode, **given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if checkpoint == "":
+        raise typer.BadParameter("--checkpoint is empty; name a directory")
+    if checkpoint is None and _was_given(context, "checkpoint_every"):
+        raise typer.BadParameter("--checkpoint-every needs --checkpoint DIR")
+    return functools.partial(_demo, settings, checkpoint, checkpoint_every)
 
-    settings = Settings(
-        steps=steps,
-        seed=seed,
-        group_size=group_size,
-        max_staleness=max_staleness,
-        max_token_staleness=max_token_staleness,
-        sync_weights_interval=sync_weights_interval,
-        tail_batch_trigger_size=tail_batch_trigger_size,
-        over_sample_threshold=over_sample_threshold,
-    )
-    return functools.partial(show, settings)
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _demo(settings: Settings, checkpoint: str | None, every: int) -> int:
+    from pystale.demo.checkpoint import RunDirectory
+    from pystale.demo.display import NotKept, show
+
+    directory = None if checkpoint is None else RunDirectory(checkpoint, every)
+    try:
+        return show(settings, directory)
+    except BrokenPipeError:
+        raise
+    except NotKept as error:
+        _refuse(str(error))
+        return 1
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))

@@ -1,25 +1,26 @@
 """The manager of production that goes on in the background while a trainer trains."""
 
 import asyncio
-import enum
 import logging
-from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
 from typing import Any
 
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.manager import StarvationWatch, pools_text, result_of
-from pystale.pending import all_ended, ended, resolved, to_the_end, together
+from pystale.pending import ended, resolved
 from pystale.producer import DisaggAsyncProduceStrategy
 from pystale.production import ProductionStalled
+from pystale.production_loop import Phase, ProductionLoop
 from pystale.progress import Progress
 from pystale.report import ProduceBatchStatus, ProduceReport
 from pystale.result import ProduceBatchResult
 from pystale.rollout import RolloutController
-from pystale.rounds import cancel_lines, pause_lines
 from pystale.staleness import checked_int
 from pystale.state import Status
+from pystale.take import claim_train_batch
 from pystale.tasks import TaskSpec, checked_tasks, task_batch_sizes
+from pystale.waiting import IN_EVENT_LOOP
 
 __all__ = ["DisaggAgentLoopManager"]
 
@@ -28,14 +29,6 @@ logger = logging.getLogger("pystale")
 NORMAL = ProduceBatchStatus.NORMAL
 UPDATE_WEIGHT_AND_ABORT = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
 EXPIRED_BATCH = ProduceBatchStatus.EXPIRED_BATCH
-
-
-class _Loop(enum.Enum):
-    """Where `produce_loop` is."""
-
-    NOT_STARTED = "has not been started"
-    RUNNING = "is running"
-    ENDED = "has ended"
 
 
 class DisaggAgentLoopManager:
@@ -141,29 +134,15 @@ class DisaggAgentLoopManager:
                 f"model_step={model_step} is in the future of train_step={train_step}, whose newest weights are of "
                 f"step {train_step - 1}"
             )
-        self.status = NORMAL
         self.progress = Progress([task.task_name for task in self.tasks], train_step=train_step, model_step=model_step)
-        self._lines = [
-            task.strategy.line(
-                task.agent_loop,
-                task.sampler,
-                buffer,
-                task.task_name,
-                progress=self.progress,
-                too_old=self._too_old,
-                on_stall=self._ring,
-            )
-            for task in self.tasks
-        ]
+        self._production = ProductionLoop(self.tasks, buffer, rollout_controller, self.progress)
         self._watch = StarvationWatch(self.tasks, starvation_steps)
-        self._loop = _Loop.NOT_STARTED
-        self._failure: Exception | None = None
-        self._shut_down = False
-        self._work: list[asyncio.Task[ProduceBatchStatus]] = []  # what the lines do at the moment
-        self._releases: set[asyncio.Task[None]] = set()  # references of expired groups being freed
         self._pause_s = 0.0
         self._switching = asyncio.Lock()
-        self._changed = asyncio.Event()  # replaced by a new one whenever it is set
+
+    @property
+    def status(self) -> ProduceBatchStatus:
+        return self._production.status
 
     # The trainer's side
 
@@ -199,12 +178,13 @@ class DisaggAgentLoopManager:
         sizes = task_batch_sizes(self.tasks, batch_size)
         train_step = checked_int("train_step", train_step, at_least=1)
         await self._move_to(train_step)
-        if self._loop is not _Loop.RUNNING:
+        production = self._production
+        if production.phase is not Phase.RUNNING:
             await asyncio.sleep(0)  # its task may have been created just now
         paused = self.status is UPDATE_WEIGHT_AND_ABORT
         while True:
-            changed = self._changed
-            if self.status is EXPIRED_BATCH and train_step - 1 > self.progress.model_step and not self._shut_down:
+            changed = production.changed
+            if self.status is EXPIRED_BATCH and train_step - 1 > self.progress.model_step and not production.shut_down:
                 return await self._empty()
             batch = await self._take(sizes, train_step)
             if batch:
@@ -212,7 +192,7 @@ class DisaggAgentLoopManager:
                 result = await self._result(batch)
                 self._watch.delivered(result, train_step)
                 return result
-            if self._shut_down:
+            if production.shut_down:
                 return await self._empty()
             await self._refuse_hopeless_wait(sizes, train_step, paused)
             paused = False
@@ -239,9 +219,8 @@ class DisaggAgentLoopManager:
         async with self._switching:
             clock = asyncio.get_running_loop().time
             began = clock()
-            self._switch(UPDATE_WEIGHT_AND_ABORT)
             try:
-                await together(self._end_round(), pause_lines(self._lines, self.rollout_controller), keep_going=True)
+                await self._production.pause()
             finally:
                 seconds = clock() - began
                 self._pause_s += seconds
@@ -261,21 +240,18 @@ class DisaggAgentLoopManager:
         """
         model_step = checked_int("model_step", model_step, at_least=0)
         async with self._switching:
-            if self.rollout_controller is not None and not self._shut_down:
+            if self.rollout_controller is not None and not self._production.shut_down:
                 await resolved(self.rollout_controller.continue_generation())
             self.progress.publish(model_step)
-            self._switch(NORMAL)
+            self._production.switch(NORMAL)
 
     def shutdown(self) -> Awaitable[None]:
         """End production. Takes effect at once; what it returns can be awaited, until nothing is running any more.
 
         :meth:`produce_loop` pauses what is running, stores it, and returns. Batches that are there can still be taken.
         """
-        self._shut_down = True
-        for line in self._lines:
-            line.interrupt()
-        self._ring()
-        return _Ending(self)
+        self._production.end()
+        return _Ending(self._production)
 
     # The producer's side
 
@@ -299,142 +275,39 @@ class DisaggAgentLoopManager:
         RuntimeError
             If it is running already.
         """
-        shares = task_batch_sizes(self.tasks, batch_size)
-        if self._loop is _Loop.RUNNING:
-            raise RuntimeError("produce_loop is running already; one manager has one")
-        self._loop, self._failure = _Loop.RUNNING, None
-        try:
-            try:
-                while not self._shut_down:
-                    await self._step(shares)
-            except Exception as error:
-                self._failure = error
-                # What is running is put before the error goes on.
-                await pause_lines(self._lines, self.rollout_controller)
-                raise
-            await pause_lines(self._lines, self.rollout_controller)
-        except BaseException:
-            # Cancelled, or the buffer broke. Either way no task may stay behind, and no group be lost.
-            await to_the_end(cancel_lines(self._lines))
-            raise
-        finally:
-            if self._releases:
-                await to_the_end(self._freed())
-            self._loop = _Loop.ENDED
-            self._ring()
-
-    async def _freed(self) -> None:
-        """Until references of groups that expired behind a batch are freed."""
-        while self._releases:
-            await asyncio.wait(self._releases)
-
-    async def _step(self, shares: dict[str, int]) -> None:
-        """Produce for one step, or wait until that is wanted and possible."""
-        changed = self._changed
-        if self.status is NORMAL:
-            for line in self._lines:
-                line.reopen()
-            future_step = self.progress.future_step
-            statuses = await self._side_by_side(
-                line.produce(share, self.progress.target(line.task_name, share))
-                for line in self._lines
-                if (share := shares[line.task_name])
-            )
-            if all(status is NORMAL for status in statuses):
-                self.progress.advance(future_step)
-            elif EXPIRED_BATCH in statuses and not any(line.interrupted for line in self._lines):
-                self.status = EXPIRED_BATCH
-                self._ring()
-        elif self.status is EXPIRED_BATCH and any(line.pending for line in self._lines):
-            await self._side_by_side(line.tend() for line in self._lines)
-            self._ring()
-        else:
-            await changed.wait()
-
-    async def _side_by_side(self, work: Iterable[Coroutine[Any, Any, ProduceBatchStatus]]) -> list[ProduceBatchStatus]:
-        """Have lines work in tasks of their own, so that a pause can end them."""
-        self._work = [asyncio.ensure_future(piece) for piece in work]
-        try:
-            await all_ended(self._work)
-            return [UPDATE_WEIGHT_AND_ABORT if task.cancelled() else task.result() for task in self._work]
-        finally:
-            self._work = []
-
-    async def _end_round(self) -> None:
-        """Wait until the interrupted lines have stopped drawing; cancel a sampler that takes too long."""
-        limit = max(line.pause_limit_s for line in self._lines)
-        for last in (False, True):
-            late = [task for task in self._work if not task.done()]
-            if not late:
-                return
-            await asyncio.wait(late, timeout=limit)
-            if not last:
-                for task in late:
-                    task.cancel()  # has no effect on those that have ended
-        if any(not task.done() for task in late):
-            logger.error("production goes on %s s after it was cancelled; a sampler does not let itself be", limit)
+        await self._production.run(task_batch_sizes(self.tasks, batch_size))
 
     # Between the two
-
-    def _too_old(self) -> bool:
-        """Whether some task's weights are too old: then all tasks wait, since a batch needs all of them."""
-        return any(task.strategy.too_old(self.progress) for task in self.tasks if task.weight)
-
-    def _switch(self, status: ProduceBatchStatus) -> None:
-        self.status = status
-        for line in self._lines:
-            line.interrupt()
-        self._ring()
-
-    def _ring(self) -> None:
-        """Have everybody who waits look again. Who has got the event before looking cannot miss it."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _move_to(self, train_step: int) -> None:
         self.progress.reach(train_step)
         await self.buffer.refresh_staleness(train_step)
-        self._look_again()
+        self._production.look_again()
 
     async def _take(self, sizes: dict[str, int], train_step: int) -> TrainBatch:
         """Take a batch from the buffer, and count it in the same moment: production adds what is stored and taken.
 
         As :meth:`ReplayBuffer.take_train_batch`, which a journal makes wait while the groups are nowhere.
         """
-        while True:
-            claim, effects = self.buffer._claim_train_batch(sizes, train_step)
-            if claim is not None:
-                break
-            await self.buffer._finish(effects)
+        claim = await claim_train_batch(self.buffer.operations, sizes, train_step, IN_EVENT_LOOP)
         if not claim.batch:
-            return await self.buffer._hand_over(claim)
+            return await claim.hand_over(IN_EVENT_LOOP)
         self.progress.consume(sizes, train_step)
         try:
-            return await self.buffer._hand_over(claim)
+            return await claim.hand_over(IN_EVENT_LOOP)
         except BaseException:
             self.progress.give_back(sizes, train_step)
-            self._look_again()
+            self._production.look_again()
             raise
 
     def _refresh_behind(self, train_step: int) -> None:
         """Refresh without awaiting what follows from it: a cancellation meanwhile would lose the batch taken."""
-        _, effects = self.buffer._refresh(train_step, None)
-        if effects.entry is not None or effects.cleared.states:
-            task = asyncio.ensure_future(self.buffer._finish(effects))
-            self._releases.add(task)
-            task.add_done_callback(self._released)
+        _, effects = self.buffer.operations.refresh(train_step)
+        if effects.pending:
+            self._production.follow(effects.finish(IN_EVENT_LOOP), _refresh_failed)
         else:
             effects.cleared.free()
-        self._look_again()
-
-    def _released(self, task: "asyncio.Task[None]") -> None:
-        self._releases.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("what expired behind a batch could not be recorded", exc_info=task.exception())
-
-    def _look_again(self) -> None:
-        for line in self._lines:
-            line.look_again()
+        self._production.look_again()
 
     async def _wait(self, sizes: dict[str, int], changed: asyncio.Event) -> None:
         """Until the buffer has a batch, or something else has changed."""
@@ -458,26 +331,26 @@ class DisaggAgentLoopManager:
         why, cause = "", None
         reasons = [
             line.stalled
-            for line in self._lines
+            for line in self._production.lines
             if line.stalled is not None and stored[line.task_name][Status.COMPLETED] < sizes[line.task_name]
         ]
-        if self._loop is not _Loop.RUNNING:
-            why, cause = f"produce_loop {self._loop.value}", self._failure
+        if self._production.phase is not Phase.RUNNING:
+            why, cause = f"produce_loop {self._production.phase.value}", self._production.failure
             if cause is not None:
                 why += f" with {type(cause).__name__}: {cause}"
         elif reasons:
             error, why = type(reasons[0]), str(reasons[0])
         elif paused:
             why = "production is paused; call continue_produce first"
-        elif self.status is EXPIRED_BATCH and not any(line.pending for line in self._lines):
+        elif self.status is EXPIRED_BATCH and not any(line.pending for line in self._production.lines):
             why = "production has stopped since its weights are too old, and there are no newer ones to publish"
         if why:
             raise error(f"no batch for train_step {train_step}: {why}. {self._state(sizes, stored)}") from cause
 
     def _state(self, sizes: dict[str, int], stored: Mapping[str, dict[Status, int]]) -> str:
         progress = self.progress
-        running = {line.task_name: len(line.pending) for line in self._lines}
-        errors = {line.task_name: line.report.last_error for line in self._lines if line.report.last_error}
+        running = {line.task_name: len(line.pending) for line in self._production.lines}
+        errors = {line.task_name: line.report.last_error for line in self._production.lines if line.report.last_error}
         return (
             f"Wanted: {sizes}, stored: {pools_text(stored)}, running: {running}, consumed so far: {progress.consumed}. "
             f"Status {self.status.name}, model_step {progress.model_step}, produced for step {progress.future_step}, "
@@ -488,7 +361,7 @@ class DisaggAgentLoopManager:
         stored = await self.buffer.count_statuses([task.task_name for task in self.tasks], Status)
         pause_s, self._pause_s = self._pause_s, 0.0
         status = EXPIRED_BATCH if self.status is EXPIRED_BATCH else NORMAL
-        reports = [line.take_report() for line in self._lines]
+        reports = [line.take_report() for line in self._production.lines]
         return result_of(batch, reports, stored, status=status, pause_s=pause_s)
 
     async def _empty(self) -> ProduceBatchResult:
@@ -505,14 +378,12 @@ class DisaggAgentLoopManager:
 class _Ending(Awaitable[None]):
     """Until :meth:`DisaggAgentLoopManager.produce_loop` has ended, if it is running."""
 
-    def __init__(self, manager: DisaggAgentLoopManager) -> None:
-        self._manager = manager
+    def __init__(self, production: ProductionLoop) -> None:
+        self._production = production
 
     def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
+        return self._production.ended().__await__()
 
-    async def _wait(self) -> None:
-        manager = self._manager
-        while manager._loop is _Loop.RUNNING:
-            await manager._changed.wait()
-        await manager._freed()
+
+def _refresh_failed(error: BaseException) -> None:
+    logger.error("what expired behind a batch could not be recorded", exc_info=error)

@@ -4,6 +4,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pystale._objects import Member, measure
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, foreign_status, stamped_steps
@@ -79,9 +81,13 @@ def read_group(
                 prompt_model_step = prompt if prompt_model_step is None else min(prompt, prompt_model_step)
             rerolls = max(rerolls, checked_int("rerolls", getattr(state, "rerolls", 0), at_least=0))
             other_id = getattr(state, "group_id", None)
+            if other_id is not None and type(other_id) not in (int, str) and not isinstance(other_id, np.integer):
+                raise TypeError(
+                    f"group_id must be an int, a str or None, got {type(other_id).__name__} {other_id!r}; "
+                    "a checkpoint holds no other ids"
+                )
             if other_id != group_id:
                 raise ValueError(f"group_id is {other_id!r}, that of member 0 is {group_id!r}; a group has one")
-            hash(other_id)
         except AttributeError as error:
             raise TypeError(f"{_which(position, state)} is no rollout state: {error}") from None
         except (TypeError, ValueError, RuntimeError) as error:

@@ -12,7 +12,7 @@ import numpy as np
 from pystale.checkpoint import CheckpointError
 from pystale.disposal import Cleared
 from pystale.group import read_group
-from pystale.ledger import Ledger
+from pystale.ledger import Ledger, Shares
 from pystale.segment import Entry
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from pystale.ticket import Ticket
 
 __all__ = ["Changes", "Player"]
-
-# Trained, masked as stale, masked semantically: where the tokens of a group taken went.
-Shares = tuple[int, int, int]
 
 
 class Changes:

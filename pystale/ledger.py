@@ -1,10 +1,18 @@
 """Where every generated token went."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Ledger"]
+from pystale._objects import Member
+from pystale.group import Arriving
+from pystale.staleness import checked_int
+from pystale.ticket import Ticket, begins_with
+
+__all__ = ["Ledger", "Shares", "booked"]
+
+# Trained, masked as stale, masked semantically: where the tokens of a group taken went.
+Shares = tuple[int, int, int]
 
 REASONS = ("expired", "failed", "filtered", "restarted", "max_rerolls", "lost")
 
@@ -34,11 +42,48 @@ class Ledger:
         if tokens:
             self.discarded[reason] += tokens
 
-    def train(self, tokens: int, semantic: int, trained: int) -> None:
-        """Book a response of `tokens`, of which `semantic` could have trained and `trained` did."""
-        self.trained += trained
-        self.masked_stale += semantic - trained
-        self.masked_semantic += tokens - semantic
+    def train(self, members: Sequence[Member], tokens: int, trained: int, sign: int = 1) -> Shares:
+        """Book a group in flight as trained, with `trained` of its `tokens` in the loss.
+
+        Returns
+        -------
+        tuple of int
+            Tokens trained, masked as stale, and masked semantically.
+        """
+        trainable = sum([member.trainable for member in members])
+        self.in_flight -= sign * tokens
+        self.trained += sign * trained
+        self.masked_stale += sign * (trainable - trained)
+        self.masked_semantic += sign * (tokens - trainable)
+        return trained, trainable - trained, tokens - trainable
+
+    def untrain(self, members: Sequence[Member], tokens: int, trained: int) -> None:
+        """Undo :meth:`train`."""
+        self.train(members, tokens, trained, sign=-1)
+
+    def take_back(self, ticket: Ticket, arriving: Arriving) -> None:
+        """Book what became of the tokens a group had when it was handed out, and those it has now as produced.
+
+        A response that still begins with them was continued, any other was restarted.
+        """
+        self.in_flight -= ticket.tokens
+        self.produced += arriving.tokens
+        for position, (tokens, begins) in enumerate(ticket.held):
+            if position >= len(arriving.states):
+                self.discard("lost", tokens)
+            elif arriving.members[position].tokens >= tokens and begins_with(arriving.states[position], begins):
+                self.produced -= tokens
+            else:
+                self.discard("restarted", tokens)
+
+    def close(self, members: Sequence[Member], outcome: str) -> None:
+        """Book tokens that are produced and nowhere else; "trained" with the masks they have."""
+        for member in members:
+            if outcome == "trained":
+                self.trained += member.trainable
+                self.masked_semantic += member.tokens - member.trainable
+            else:
+                self.discard(outcome, member.tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """Copy of the account; ``discarded`` is a Counter over the reasons that occurred."""
@@ -91,3 +136,22 @@ def _count(saved: dict[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"ledger: {name} must be a count, got {value!r}")
     return value
+
+
+def booked(ledger: Mapping[str, Any], name: str, since: Mapping[str, Any] | None) -> int:
+    """Tokens a ledger booked under `name`, after `since`."""
+    now, before = (
+        0 if account is None else _booked(where, account, name)
+        for where, account in (("ledger", ledger), ("since", since))
+    )
+    if now < before:
+        raise ValueError(f"ledger has {now} {name} tokens, since has {before} already; since is the earlier account")
+    return now - before
+
+
+def _booked(where: str, account: Any, name: str) -> int:
+    if not isinstance(account, Mapping):
+        raise TypeError(f"{where} must be what ReplayBuffer.ledger returns, got {type(account).__name__}")
+    if name not in account:
+        raise ValueError(f"{where} has no {name!r}; it must be what ReplayBuffer.ledger returns")
+    return checked_int(f"{where}[{name!r}]", account[name], at_least=0)

@@ -11,7 +11,8 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from pystale.off_policy import PREFIX, OffPolicyAccumulator, booked
+from pystale.ledger import booked
+from pystale.off_policy import PREFIX, OffPolicyAccumulator
 from pystale.staleness import checked_int
 from pystale.state import as_status
 

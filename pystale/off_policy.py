@@ -7,9 +7,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pystale._objects import effective_mask, seq_staleness
-from pystale.accumulators import Histogram, Tally, as_integers, read_fields, read_int
+from pystale.accumulators import Histogram, Tally, read_fields, read_int
+from pystale.ledger import booked
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
+from pystale.trajectories import read_trajectories
 from pystale.versions import model_runs, read_versions
 
 __all__ = ["PREFIX", "OffPolicyAccumulator"]
@@ -130,24 +132,8 @@ class OffPolicyAccumulator:
             For steps that are not integers, arrays of different lengths, or a row whose minimum exceeds its maximum.
         """
         train_step = checked_int("train_step", train_step, at_least=1)
-        low, high = _rows("min_model_step", min_model_step), _rows("max_model_step", max_model_step)
-        if low.shape != high.shape:
-            raise ValueError(f"min_model_step has {low.size} entries, max_model_step has {high.size}")
-        real: NDArray[np.bool_] = np.ones(low.shape, dtype=bool)
-        if padding_mask is not None:
-            padding = np.asarray(padding_mask)
-            if padding.shape != low.shape:
-                raise ValueError(f"padding_mask has shape {padding.shape}, min_model_step has {low.shape}")
-            if padding.size and padding.dtype.kind not in "biu":
-                raise TypeError(f"padding_mask must be boolean, got dtype {padding.dtype}")
-            real = ~padding.astype(bool)
-        oldest, newest = _steps("min_model_step", low, real), _steps("max_model_step", high, real)
-        known = real & (oldest >= 0) & (newest >= 0)
-        wrong = np.flatnonzero(known & (oldest > newest))
-        if wrong.size:
-            row = int(wrong[0])
-            raise ValueError(f"row {row} has min_model_step {oldest[row]} above max_model_step {newest[row]}")
-        self._add_rows(oldest[known], newest[known], train_step, rows=int(real.sum()))
+        read = read_trajectories(min_model_step, max_model_step, padding_mask)
+        self._add_rows(read.oldest, read.newest, train_step, rows=read.rows)
 
     def add_groups(
         self,
@@ -409,25 +395,6 @@ class OffPolicyAccumulator:
         self.in_queue.add(worst - in_flight)
 
 
-def booked(ledger: Mapping[str, Any], name: str, since: Mapping[str, Any] | None) -> int:
-    """Tokens a ledger booked under `name`, after `since`."""
-    now, before = (
-        0 if account is None else _count(where, account, name)
-        for where, account in (("ledger", ledger), ("since", since))
-    )
-    if now < before:
-        raise ValueError(f"ledger has {now} {name} tokens, since has {before} already; since is the earlier account")
-    return now - before
-
-
-def _count(where: str, account: Any, name: str) -> int:
-    if not isinstance(account, Mapping):
-        raise TypeError(f"{where} must be what ReplayBuffer.ledger returns, got {type(account).__name__}")
-    if name not in account:
-        raise ValueError(f"{where} has no {name!r}; it must be what ReplayBuffer.ledger returns")
-    return checked_int(f"{where}[{name!r}]", account[name], at_least=0)
-
-
 def _describe(metrics: dict[str, float], name: str, values: Tally | Histogram) -> None:
     for statistic in ("mean", "max", "min"):
         value = getattr(values, statistic)
@@ -440,20 +407,3 @@ def _named(name: str, read: Any, saved: Any) -> Any:
         return read(saved)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _rows(name: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
-    array = as_integers(name, values)
-    if array.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, one entry per trajectory, got shape {array.shape}")
-    return array
-
-
-def _steps(name: str, array: NDArray[np.integer[Any]], real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """`array` as int64; entries that are not `real` may hold anything."""
-    if array.dtype.kind == "u":
-        too_large = np.flatnonzero(real & (array > np.iinfo(np.int64).max))
-        if too_large.size:
-            row = int(too_large[0])
-            raise ValueError(f"{name} has {array[row]} at index {row}; steps are at most 2**63 - 1")
-    return array.astype(np.int64)

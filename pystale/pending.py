@@ -118,6 +118,11 @@ class PendingTasks(Generic[Work]):
         """Pieces scheduled and not claimed."""
         return len(self._running) + len(self._done)
 
+    @property
+    def claimable(self) -> int:
+        """Pieces that are done and not claimed."""
+        return len(self._done)
+
     def schedule(self, work: Work, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run `coroutine` in a task; `work` can be claimed once the task is done.
 

@@ -1,8 +1,14 @@
 """Who waits for groups, and who of them can go on."""
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-__all__ = ["Waiter", "Waiters"]
+from pystale.waiting import Waiting
+
+if TYPE_CHECKING:
+    from pystale.operations import Operations
+
+__all__ = ["Waiter", "Waiters", "wait_ready"]
 
 
 class Waiter:
@@ -38,3 +44,17 @@ class Waiters:
         ready = [waiter for waiter in self._waiting if not short(waiter.sizes)]
         self._waiting.difference_update(ready)
         return ready
+
+
+async def wait_ready(
+    operations: "Operations", sizes: Mapping[str, int], timeout: float | None, waiting: Waiting
+) -> bool:
+    """Until every task has ``sizes[task]`` COMPLETED groups; False after `timeout` seconds."""
+    alarm = waiting.alarm()
+    waiter = operations.enlist(sizes, timeout, alarm.ring)
+    if waiter is None:
+        return True
+    try:
+        return await alarm.wait(timeout)
+    finally:
+        operations.dismiss(waiter)

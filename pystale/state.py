@@ -15,10 +15,11 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pystale._objects import ModelSteps, replace_fields, summarise
+from pystale._objects import ModelSteps, copy_fields, replace_fields, summarise
 from pystale.staleness import checked_int
 
 __all__ = [
+    "FieldsRefused",
     "RolloutState",
     "Status",
     "as_status",
@@ -189,14 +190,18 @@ def foreign_status(kind: type[enum.Enum], status: Status) -> enum.Enum:
 
 
 def write_status(state: Any, status: Status) -> None:
-    """Set ``state.status`` to `status` in the vocabulary the state already uses."""
+    """Set ``state.status`` to `status` in the vocabulary the state already uses; nothing where it is that already."""
     current = state.status
     if type(current) is Status:
         state.status = status
-    elif isinstance(current, enum.Enum):
-        state.status = foreign_status(type(current), status)
-    else:
-        state.status = status.value
+    elif as_status(current) is not status:
+        state.status = _in_vocabulary(current, status)
+
+
+def _in_vocabulary(current: Any, status: Status) -> Any:
+    if isinstance(current, enum.Enum):
+        return foreign_status(type(current), status)
+    return status.name if current.isupper() else status.value
 
 
 def group_status(group: Iterable[Any]) -> Status:
@@ -308,7 +313,8 @@ def copy_state(state: Any, *, deep: bool) -> Any:
     """
     if type(state) is not RolloutState:
         return state
-    copied = copy.copy(state)
+    copied = RolloutState.__new__(RolloutState)
+    copy_fields(state, copied, _FIELDS)
     if not deep:
         return copied
     for name in RolloutState.__slots__:
@@ -323,17 +329,12 @@ def copy_state(state: Any, *, deep: bool) -> Any:
     return copied
 
 
-_CLEARED_BY_RESET: tuple[str, ...] = (
-    "response_mask",
-    "reward",
-    "finish_reason",
-    "error_msg",
-    "routed_experts",
-    "tool_calls",
-    "input_ids",
-    "labels",
-    "position_ids",
-)
+_FIELDS = tuple(f.name for f in fields(RolloutState))
+_RESET: dict[str, Any] = {
+    **dict.fromkeys(("response_mask", "reward", "finish_reason", "error_msg", "routed_experts", "tool_calls")),
+    **dict.fromkeys(("input_ids", "labels", "position_ids")),
+    "response": "",
+}
 _KEPT_BY_DISCARD = frozenset(
     ("rollout_id", "group_id", "task_name", "session_id", "message", "prompt_ids", "prompt_model_step", "rerolls")
 )
@@ -350,7 +351,13 @@ def reset(state: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to object
-        Old values of the fields that held something, so that references among them can be freed.
+        Old values of the fields that held something, so that references among them can be freed. That of ``tokens``,
+        which hold the prompt again, is not among them.
+
+    Raises
+    ------
+    FieldsRefused
+        If the state does not take one of these values.
 
     Examples
     --------
@@ -360,17 +367,13 @@ def reset(state: Any) -> dict[str, Any]:
     >>> state.tokens, state.response_ids, state.status
     ([5], [], <Status.EXPIRED: 'expired'>)
     """
-    if hasattr(state, "tokens"):
-        prompt = getattr(state, "prompt_ids", None)
-        state.tokens = None if prompt is None else list(prompt)
-    new: dict[str, Any] = dict.fromkeys(_CLEARED_BY_RESET)
-    new["response"] = ""
+    prompt = getattr(state, "prompt_ids", None)
+    new = _RESET.copy()
+    new["tokens"] = None if prompt is None else list(prompt)
     new["response_ids"] = []
     new["response_model_steps"] = ModelSteps() if isinstance(state.response_model_steps, ModelSteps) else []
     new["logprobs"] = []
-    cleared = replace_fields(state, new)
-    write_status(state, Status.EXPIRED)
-    return cleared
+    return _replace(state, new, unreported="tokens")
 
 
 def discard(state: Any) -> dict[str, Any]:
@@ -383,8 +386,40 @@ def discard(state: Any) -> dict[str, Any]:
     -------
     dict of str to object
         Old values of the fields that held something, so that references among them can be freed.
+
+    Raises
+    ------
+    FieldsRefused
+        If the state does not take one of these values.
     """
     new = {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in _DISCARDED}
-    cleared = replace_fields(state, new)
-    write_status(state, Status.EXPIRED)
+    return _replace(state, new)
+
+
+class FieldsRefused(TypeError):
+    """A state cannot be reset or discarded, since it refuses values for some fields; all others are written.
+
+    Attributes
+    ----------
+    cleared : dict of str to object
+        Old values of the fields that were written and held something.
+    """
+
+    def __init__(self, state: Any, refused: list[tuple[str, Exception]], cleared: dict[str, Any]) -> None:
+        self.cleared = cleared
+        names = ", ".join(name for name, _ in refused)
+        super().__init__(f"{type(state).__name__} refuses what it is to hold then in {names}: {refused[0][1]}")
+
+
+def _replace(state: Any, new: dict[str, Any], unreported: str = "") -> dict[str, Any]:
+    """Write the fields a state has, and that it is EXPIRED."""
+    refused: list[tuple[str, Exception]] = []
+    cleared = replace_fields(state, new, refused)
+    cleared.pop(unreported, None)
+    try:
+        write_status(state, Status.EXPIRED)
+    except Exception as error:
+        refused.append(("status", error))
+    if refused:
+        raise FieldsRefused(state, refused, cleared) from refused[0][1]
     return cleared

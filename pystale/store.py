@@ -4,31 +4,33 @@ The store is the buffer without its lock: plain, synchronous, and changed by one
 the two integers per member that decide everything are in the compiled :class:`~pystale._core.StalenessIndex`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pystale._core import StalenessIndex
-from pystale._objects import Member, trainable_mask
+from pystale._objects import Member
 from pystale.disposal import Cleared
 from pystale.group import AGEING, Arriving, Group
+from pystale.handed_out import HandedOut
 from pystale.history import Changes
 from pystale.ledger import Ledger
+from pystale.masks import Taken
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
+from pystale.record import Record, Task
 from pystale.staleness import StalenessRule
-from pystale.state import Status, as_status, discard, group_status, reset, write_status
-from pystale.ticket import Copy, Ticket, begins_with
+from pystale.state import FieldsRefused, Status, as_status, discard, group_status, reset
+from pystale.ticket import Copy, Ticket
+from pystale.writing import write_arrival, write_staleness
 
-__all__ = ["Record", "Store", "Taken", "Task", "status_bits", "unwrite_masks", "write_masks"]
+__all__ = ["AGEING_BITS", "Record", "Store", "status_bits"]
 
-# What a member trains with: the mask to write, None where it keeps its own, and the tokens in the loss.
-Taken = tuple[Any, int]
+logger = logging.getLogger("pystale")
 
 # A pool's number in the index is the position of its status here.
 number_of = tuple(Status).index
 # Group ids the buffer gives out itself start here, out of the way of the ids its users count up.
 FIRST_OWN_GROUP_ID = 2**62
-_ABSENT = object()
 
 
 def status_bits(statuses: Iterable[Status]) -> int:
@@ -37,39 +39,6 @@ def status_bits(statuses: Iterable[Status]) -> int:
 
 
 AGEING_BITS = status_bits(AGEING)
-
-
-class Task(NamedTuple):
-    """One task's settings."""
-
-    name: str
-    number: int  # its number in the index
-    rule: StalenessRule
-    tail_batch_trigger_size: int
-
-    @property
-    def retries(self) -> bool:
-        return self.tail_batch_trigger_size >= 0
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A stored group."""
-
-    task: Task
-    group_id: Any
-    states: Group
-    members: list[Member]
-    status: Status
-    arrival: int
-    key: int | None
-    rerolls: int
-    masks_tokens: bool  # whether the token rule applies to the group: it is on and the group is not agentic
-    number: int = -1  # its id in the index
-
-    @property
-    def tokens(self) -> int:
-        return sum(member.tokens for member in self.members)
 
 
 class Store:
@@ -92,8 +61,9 @@ class Store:
         self.tasks: dict[str, Task] = {}
         self.records: dict[int, Record] = {}
         self.numbers: dict[tuple[str, Any], int] = {}  # (task, group id) -> id in the index
+        self._stored_states: set[int] = set()  # identities: no object is in two groups
         self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
-        self.tickets: dict[tuple[str, Any], Ticket] = {}
+        self.tickets = HandedOut()
         self.ledger = Ledger()
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
@@ -148,13 +118,14 @@ class Store:
             Pool it is stored in; EXPIRED without being stored where expired groups are not retried.
         """
         # Read again: another thread may have put the same states since, and given them their id.
-        group_id = getattr(arriving.states[0], "group_id", arriving.group_id)
+        group_id = self.tickets.group_id(arriving.states, arriving.task_name)
         name = (arriving.task_name, group_id)
         if group_id is not None and name in self.numbers:
             raise ValueError(
                 f"group {group_id!r} of task {arriving.task_name!r} is stored already; "
                 "take it out before putting it again"
             )
+        self._refuse_stored_states(arriving)
         ticket = self.tickets.get(name)
         status = group_status(arriving.statuses)
         if group_id is None:
@@ -177,8 +148,7 @@ class Store:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
-            del self.tickets[name]
-            self._book_return(ticket, arriving)
+            self.ledger.take_back(self.tickets.take_back(name), arriving)
         self.ledger.stored += tokens
 
         if status not in AGEING:
@@ -207,43 +177,10 @@ class Store:
         TypeError
             When a state refuses to be written to. Nothing has changed then.
         """
-        self._write(arriving, group_id, rerolls, train_step)
+        write_arrival(arriving, group_id, rerolls, train_step)
         record = self.record(arriving, group_id, status, arrival, key, rerolls)
         self.insert(record, arriving.statuses)
         return record
-
-    def _write(self, arriving: Arriving, group_id: Any, rerolls: int, now: int | None) -> None:
-        """Write to the states of a group what storing it says of them; all of it, or nothing when a state refuses.
-
-        Raises
-        ------
-        TypeError
-            Naming the member and the field that cannot be written.
-        """
-        written: list[tuple[Any, str, Any]] = []
-        for position, (state, steps, member, status) in enumerate(
-            zip(arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True)
-        ):
-            new: dict[str, Any] = {"status": state.status}  # tried out: the life cycle will write it
-            if steps is not state.response_model_steps:
-                new["response_model_steps"] = steps
-            if arriving.group_id is None and hasattr(state, "group_id"):
-                new["group_id"] = group_id
-            if getattr(state, "task_name", arriving.task_name) is None:
-                new["task_name"] = arriving.task_name
-            if getattr(state, "rerolls", rerolls) != rerolls:
-                new["rerolls"] = rerolls
-            if now is not None and _shows_staleness(member, status):
-                new["seq_staleness"] = member.seq_staleness(now)
-            for name, value in new.items():
-                old = getattr(state, name, _ABSENT)
-                try:
-                    setattr(state, name, value)
-                except Exception as error:
-                    for other, other_name, before in reversed(written):
-                        _restore(other, other_name, before)
-                    raise TypeError(f"member {position}: its {name} cannot be written: {error}") from error
-                written.append((state, name, old))
 
     def record(
         self, arriving: Arriving, group_id: Any, status: Status, arrival: int, key: int | None, rerolls: int
@@ -269,6 +206,7 @@ class Store:
         )
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
+        self._stored_states.update(map(id, record.states))
 
     def _own_group_id(self, task_name: str) -> int:
         """An id that no group of the task has, not even one whose user counts up from where these ids start."""
@@ -277,21 +215,6 @@ class Store:
             name = (task_name, FIRST_OWN_GROUP_ID + self.own_group_ids)
             if name not in self.numbers and name not in self.tickets:
                 return name[1]
-
-    def _book_return(self, ticket: Ticket, arriving: Arriving) -> None:
-        """Book what became of the tokens a group had when it was handed out.
-
-        A response that still begins with them was continued, any other was restarted.
-        """
-        self.ledger.in_flight -= ticket.tokens
-        self.ledger.produced += arriving.tokens
-        for position, (tokens, begins) in enumerate(ticket.held):
-            if position >= len(arriving.states):
-                self.ledger.discard("lost", tokens)
-            elif arriving.members[position].tokens >= tokens and begins_with(arriving.states[position], begins):
-                self.ledger.produced -= tokens
-            else:
-                self.ledger.discard("restarted", tokens)
 
     # The life cycle
 
@@ -321,33 +244,61 @@ class Store:
         self._announce(record, leaving=False)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
-            self.remove(record)
-            if self.changes is not None:
-                self.changes.leave(record)
-            self.ledger.stored -= record.tokens
-            self.ledger.discard("max_rerolls" if record.task.retries else "expired", record.tokens)
-            record.status = Status.EXPIRED
-            for state in record.states:
-                cleared.add(state, discard(state))
+            self._discard(record, "max_rerolls" if record.task.retries else "expired", cleared)
             return True
         entered = record.status is not Status.EXPIRED
-        self.reset_members(record, expired, cleared)
+        try:
+            self.reset_members(record, expired, cleared)
+        except Exception:
+            logger.exception(
+                "group %r of task %r is discarded: it has expired, and a member cannot be reset for its re-rollout; "
+                "its class must accept None, an empty list or the prompt where reset writes them",
+                record.group_id,
+                record.task.name,
+            )
+            self._discard(record, "expired", cleared)
+            return True
         if self.changes is not None:
             self.changes.expire(record, expired)
         return entered
 
+    def _discard(self, record: Record, reason: str, cleared: Cleared) -> None:
+        """Have a stored group leave for good."""
+        self.remove(record)
+        if self.changes is not None:
+            self.changes.leave(record)
+        self.ledger.stored -= record.tokens
+        self.ledger.discard(reason, record.tokens)
+        record.status = Status.EXPIRED
+        _discard_states(record.states, cleared)
+
     def reset_members(self, record: Record, expired: list[int], cleared: Cleared) -> None:
-        """Take the responses of the members at `expired` away; the group is EXPIRED."""
+        """Take the responses of the members at `expired` away; the group is EXPIRED.
+
+        Raises
+        ------
+        FieldsRefused
+            If a state cannot be reset. The account is right then, and the group still stored.
+        """
         record.status = Status.EXPIRED
         self.index.expire(record.number, expired, number_of(Status.EXPIRED))
-        for position in expired:
-            state, member = record.states[position], record.members[position]
-            if self.train_step is not None:
-                state.seq_staleness = member.seq_staleness(self.train_step)
-            self.ledger.stored -= member.tokens
-            self.ledger.discard("expired", member.tokens)
-            record.members[position] = Member()
-            cleared.add(state, reset(state))
+        train_step, tokens = self.train_step, record.tokens
+        try:
+            for position in expired:
+                state, member = record.states[position], record.members[position]
+                record.members[position] = Member()
+                record.tokens -= member.tokens
+                if train_step is not None:
+                    state.seq_staleness = member.seq_staleness(train_step)
+                try:
+                    cleared.add(state, reset(state))
+                except FieldsRefused as refused:
+                    cleared.add(state, refused.cleared)
+                    raise
+        finally:
+            tokens -= record.tokens
+            self.ledger.stored -= tokens
+            self.ledger.discard("expired", tokens)
 
     # Handing out
 
@@ -372,7 +323,8 @@ class Store:
             self._announce(record, leaving=True)
             self.remove(record)
             self.claimed[record.arrival] = record
-            self.write_staleness(record)
+            if self.train_step is not None:
+                write_staleness(record.states, record.members, self.train_step)
             self.ledger.stored -= record.tokens
             self.ledger.in_flight += record.tokens
             records.append(record)
@@ -394,98 +346,54 @@ class Store:
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
         ticket = Ticket.of(record, copies)
-        self.tickets[record.task.name, record.group_id] = ticket
+        self.tickets.lend(ticket, record.states)
         return ticket
 
-    def masks(self, record: Record, train_step: int | None) -> list[Taken]:
-        """Masks a group trains with at `train_step`; without one every member keeps its own. Nothing changes."""
-        taken: list[Taken] = []
-        token_stale_threshold = record.task.rule.token_stale_threshold
-        for state, member in zip(record.states, record.members, strict=True):
-            applies = record.masks_tokens and member.newest_trainable >= 0
-            if train_step is None or not (applies or member.others):
-                taken.append((None, member.trainable))
-                continue
-            old = state.response_mask
-            mask, ones = trainable_mask(
-                state.response_model_steps, old, train_step, token_stale_threshold if applies else None
-            )
-            taken.append((mask.tolist() if isinstance(old, list) else mask, ones))
-        return taken
-
-    def train(self, record: Record, taken: list[Taken]) -> int:
+    def train(self, record: Record, taken: Taken) -> int:
         """Book a record handed out as trained with these masks. Returns its tokens in the loss."""
         self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
-        trained = self._book_training(record, taken, 1)
+        shares = self.ledger.train(record.members, record.tokens, taken.tokens)
         if self.changes is not None:
-            trainable = sum(member.trainable for member in record.members)
-            self.changes.take(record, (trained, trainable - trained, record.tokens - trainable))
-        return trained
+            self.changes.take(record, shares)
+        return shares[0]
 
-    def untrain(self, record: Record, taken: list[Taken]) -> None:
+    def untrain(self, record: Record, taken: Taken) -> None:
         """Store a record again that :meth:`train` booked, as if it had never left."""
-        self._book_training(record, taken, -1)
+        self.ledger.untrain(record.members, record.tokens, taken.tokens)
         self.give_back(record)
         if self.changes is not None:
             self.changes.put(record, returned=False)
 
-    def _book_training(self, record: Record, taken: list[Taken], sign: int) -> int:
-        self.ledger.in_flight -= sign * record.tokens
-        for member, (_, ones) in zip(record.members, taken, strict=True):
-            self.ledger.train(sign * member.tokens, sign * member.trainable, sign * ones)
-        return sum(ones for _, ones in taken)
-
     def settle(self, arriving: Arriving, outcome: str) -> None:
         """Close the account of a group that was handed out and does not come back."""
-        ticket = self.tickets.pop((arriving.task_name, arriving.group_id))
+        ticket = self.tickets.take_back((arriving.task_name, arriving.group_id))
         if self.changes is not None:
             self.changes.settle(ticket)
-        self._book_return(ticket, arriving)
-        self._close(arriving, outcome)
+        self.ledger.take_back(ticket, arriving)
+        self.ledger.close(arriving.members, outcome)
 
     def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""
+        arriving = arriving._replace(group_id=self.tickets.group_id(arriving.states, arriving.task_name))
         if (arriving.task_name, arriving.group_id) in self.numbers:
             raise ValueError(f"group {arriving.group_id!r} of task {arriving.task_name!r} is stored; take it out first")
+        self._refuse_stored_states(arriving)
         if (arriving.task_name, arriving.group_id) in self.tickets:
             self.settle(arriving, outcome)
         else:
             if self.changes is not None:
                 self.changes.finish(arriving.task_name, arriving.group_id)
             self.ledger.produced += arriving.tokens
-            self._close(arriving, outcome)
-        for state, status in zip(arriving.states, arriving.statuses, strict=True):
-            cleared.add(state, discard(state))
-            write_status(state, status)
+            self.ledger.close(arriving.members, outcome)
+        statuses = [state.status for state in arriving.states]
+        _discard_states(arriving.states, cleared)
+        for state, status in zip(arriving.states, statuses, strict=True):
+            state.status = status
 
-    def _close(self, arriving: Arriving, outcome: str) -> None:
-        for member in arriving.members:
-            if outcome == "trained":
-                self.ledger.train(member.tokens, member.trainable, member.trainable)
-            else:
-                self.ledger.discard(outcome, member.tokens)
-
-    def task_handed_out(self, group: Group) -> str:
-        """Task of a group that is handed out, by its id and, where several tasks have that id, by its task name.
-
-        Raises
-        ------
-        ValueError
-            When no such group is handed out, or the id alone does not tell which.
-        """
-        first = group[0] if group else None
-        group_id, task_name = getattr(first, "group_id", None), getattr(first, "task_name", None)
-        if (task_name, group_id) in self.tickets:
-            return str(task_name)
-        stored = (task_name, group_id) in self.numbers
-        tasks = [] if stored else [name for name, known in self.tickets if known == group_id]
-        if len(tasks) == 1:
-            return tasks[0]
-        if tasks:
-            raise ValueError(f"group {group_id!r} is handed out by tasks {', '.join(sorted(tasks))}; set its task_name")
-        where = "is stored" if stored or any(known == group_id for _, known in self.numbers) else "is not handed out"
-        raise ValueError(f"group {group_id!r} {where}; only groups handed out by get and not put back can be settled")
+    def name_handed_out(self, group: Sequence[Any]) -> tuple[str, Any]:
+        """Task and id of a group that is handed out; ValueError for any other."""
+        return self.tickets.name(group, self.numbers)
 
     # Helpers
 
@@ -497,53 +405,29 @@ class Store:
         self.index.remove(record.number)
         del self.records[record.number]
         del self.numbers[record.task.name, record.group_id]
+        self._stored_states.difference_update(map(id, record.states))
 
-    def write_staleness(self, record: Record) -> None:
-        if self.train_step is None:
+    def _refuse_stored_states(self, arriving: Arriving) -> None:
+        """Raise where a state is stored already, as a member of whatever group."""
+        if self._stored_states.isdisjoint(map(id, arriving.states)):
             return
-        for state, member in zip(record.states, record.members, strict=True):
-            if _shows_staleness(member, as_status(state.status)):
-                state.seq_staleness = member.seq_staleness(self.train_step)
+        for position, state in enumerate(arriving.states):
+            for record in self.records.values():
+                if any(other is state for other in record.states):
+                    raise ValueError(
+                        f"member {position} is stored already, as a state of group {record.group_id!r} of task "
+                        f"{record.task.name!r}; every member is an object of its own"
+                    )
 
 
-def write_masks(records: Sequence[Record], masks: Sequence[list[Taken]]) -> list[tuple[Any, Any]]:
-    """Write the masks that records train with; all of them, or none when a state refuses.
-
-    Returns
-    -------
-    list of (state, object)
-        The states written to, and the masks they had.
-    """
-    written: list[tuple[Any, Any]] = []
-    try:
-        for record, taken in zip(records, masks, strict=True):
-            for state, (mask, _) in zip(record.states, taken, strict=True):
-                if mask is not None:
-                    old = state.response_mask
-                    state.response_mask = mask
-                    written.append((state, old))
-    except BaseException:
-        unwrite_masks(written)
-        raise
-    return written
-
-
-def unwrite_masks(written: Sequence[tuple[Any, Any]]) -> None:
-    """Undo :func:`write_masks`."""
-    for state, old in written:
-        state.response_mask = old
-
-
-def _shows_staleness(member: Member, status: Status) -> bool:
-    """A member that was reset keeps the staleness it expired with until it is generated anew."""
-    return member.tokens > 0 or status is not Status.EXPIRED
-
-
-def _restore(state: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(state, name)
-    else:
-        setattr(state, name, value)
+def _discard_states(states: Group, cleared: Cleared) -> None:
+    """Clear the states of a group that leaves; one that refuses keeps what it cannot let go of."""
+    for state in states:
+        try:
+            cleared.add(state, discard(state))
+        except FieldsRefused as refused:
+            cleared.add(state, refused.cleared)
+            logger.warning("a state that leaves the buffer keeps some of what it holds: %s", refused)
 
 
 def _write_rerolls(state: Any, rerolls: int) -> None:

@@ -10,7 +10,7 @@ from pystale.group import Group
 from pystale.state import RolloutState, Status, as_status
 
 if TYPE_CHECKING:
-    from pystale.store import Record, Task
+    from pystale.record import Record, Task
 
 __all__ = ["Copy", "ForeignCopy", "Ticket", "begins_with", "copied"]
 

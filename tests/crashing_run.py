@@ -43,8 +43,10 @@ async def main(directory, seed):
     resumed = await buffer.resume(directory / "checkpoint")
     cursor = resumed.extra.get("sampler", EMPTY)
     sampler.load_state_dict(cursor, resumed.finished.get("default", ()))
-    step = max(resumed.extra.get("step", 1), buffer._store.train_step or 1)
-    stored = {s.name: sorted(r.group_id for r in buffer._store.records.values() if r.status is s) for s in Status}
+    step = max(resumed.extra.get("step", 1), buffer.operations.store.train_step or 1)
+    stored = {
+        s.name: sorted(r.group_id for r in buffer.operations.store.records.values() if r.status is s) for s in Status
+    }
     notes.add("resumed", {
         "stored": stored,
         "taken": resumed.taken.get("default", []),

@@ -62,6 +62,20 @@ def test_uint64_past_int64_is_refused_naming_the_entry() -> None:
         fresh(table, train_step=5)
 
 
+@pytest.mark.parametrize("stride", [1, 2, -1])
+@pytest.mark.parametrize("order", "<>")
+def test_uint64_past_int64_is_found_anywhere_in_any_layout(stride: int, order: str) -> None:
+    steps = np.zeros(5000 * abs(stride), np.dtype("u8").newbyteorder(order))[::stride]
+    for at in (0, 1023, 1024, 4999):
+        steps[at] = 2**63 + at
+        for call in (lambda: fresh(steps, train_step=5), lambda: seq_staleness(steps, train_step=5)):
+            with pytest.raises(ValueError, match=rf"steps\[{at}\] is {2**63 + at}"):
+                call()
+        steps[at] = 2**63 - 1  # the largest step there is
+        assert fresh(steps, train_step=2**63 - 1, threshold=0)[at] == 1
+        steps[at] = 0
+
+
 @pytest.mark.parametrize(
     "array", [np.array([3.9]), np.array([np.nan]), np.array(["3"]), np.array([3], object)], ids=repr
 )
@@ -83,7 +97,7 @@ def test_bool_arrays_are_masks_not_steps() -> None:
         fresh(flags, train_step=5)
 
 
-@pytest.mark.parametrize("other", [None, 3, "343", {3: 4}, range(3), object()], ids=repr)
+@pytest.mark.parametrize("other", [None, 3, "343", {3: 4}, range(3), object()], ids=lambda other: type(other).__name__)
 def test_what_holds_no_integers_is_refused(other: Any) -> None:
     with pytest.raises(TypeError, match=r"steps is .*; an integer array, a list or tuple of int, or ModelSteps is"):
         seq_staleness(other, train_step=5)
@@ -172,6 +186,16 @@ def test_out_may_be_the_mask_itself() -> None:
         assert mask.tolist() == [1, 0, 1]
 
 
+def test_out_may_be_bool_also_the_mask_itself() -> None:
+    flags = np.zeros(3, np.bool_)
+    result = effective_mask([4, -1, 4], train_step=5, token_stale_threshold=1, response_mask=[2, 1, 0], out=flags)
+    assert result is flags
+    assert flags.tolist() == [True, False, False]
+    mask = np.array([True, True, False])
+    effective_mask([4, -1, 4], train_step=5, token_stale_threshold=1, response_mask=mask, out=mask)
+    assert mask.tolist() == [True, False, False]
+
+
 @given(data=st.data(), shift=st.integers(-3, 3), length=st.integers(1, 40), reverse=st.booleans())
 def test_out_that_overlaps_an_argument_is_written_correctly(
     data: st.DataObject, shift: int, length: int, reverse: bool
@@ -188,16 +212,15 @@ def test_out_that_overlaps_an_argument_is_written_correctly(
     assert out.tolist() == expected.tolist()
 
 
-def test_out_is_refused_unless_it_is_writable_uint8_of_the_same_shape() -> None:
+def test_out_is_refused_unless_it_is_writable_flags_of_the_same_shape() -> None:
     steps = np.array([[1, 2], [3, 4]])
     read_only = np.zeros((2, 2), np.uint8)
     read_only.flags.writeable = False
     shared = np.lib.stride_tricks.as_strided(np.zeros(2, np.uint8), (2, 2), (0, 1))
     for out, error, message in (
-        ([[0, 0], [0, 0]], TypeError, "out is of type list; an array of uint8 is required"),
-        (np.zeros((2, 2)), TypeError, "out has dtype float64; uint8 is required"),
-        (np.zeros((2, 2), bool), TypeError, "out has dtype bool; uint8 is required"),
-        (np.zeros((2, 2), np.int8), TypeError, "out has dtype int8; uint8 is required"),
+        ([[0, 0], [0, 0]], TypeError, "out is of type list; an array or tensor of uint8 or bool is required"),
+        (np.zeros((2, 2)), TypeError, "out has dtype float64; uint8 or bool is required"),
+        (np.zeros((2, 2), np.int8), TypeError, "out has dtype int8; uint8 or bool is required"),
         (np.zeros(4, np.uint8), ValueError, r"out has shape \(4,\); \(2, 2\) is required"),
         (read_only, ValueError, "out is read-only"),
         (shared, ValueError, "entries of out share memory"),

@@ -4,6 +4,7 @@ import enum
 import gc
 import sys
 import tracemalloc
+import weakref
 from array import array
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -341,7 +342,11 @@ def test_aborted_work_can_be_spared_by_the_token_rule_until_it_is_completed():
         ({"prompt_model_step": -1}, "prompt_model_step"),
         ({"prompt_model_step": "3"}, "prompt_model_step"),
         ({"rerolls": 1.5}, "rerolls"),
-        ({"group_id": [1]}, "unhashable"),
+        ({"group_id": [1]}, r"group_id must be an int, a str or None, got list \[1\]"),
+        ({"group_id": 1.5}, "group_id must be an int, a str or None, got float 1.5"),
+        ({"group_id": (1, 2)}, "group_id must be an int, a str or None, got tuple"),
+        ({"group_id": b"1"}, "group_id must be an int, a str or None, got bytes"),
+        ({"group_id": True}, "group_id must be an int, a str or None, got bool"),
     ],
 )
 def test_a_wrong_member_is_named_and_nothing_changes(fields, words):
@@ -934,3 +939,242 @@ def test_a_foreign_state_without_a_prompt_is_reset_with_the_others():
     b.put([ours])
     assert b.refresh_staleness(9) == {"default": 2}
     assert (foreign.tokens, foreign.status, ours.status) == (None, "expired", E)
+
+
+REFUSALS = [
+    "tokens",
+    "response",
+    "response_ids",
+    "response_model_steps",
+    "logprobs",
+    "reward",
+    "status",
+    "seq_staleness",
+]
+
+
+def picky_group(number):
+    """One state of each kind, of which the second can be told to refuse a field."""
+    picky = Picky(
+        refused=None,
+        status="completed",
+        prompt_ids=[1],
+        tokens=[1, 5, 6],
+        response="ab",
+        response_ids=[5, 6],
+        response_mask=None,
+        response_model_steps=[5, 5],
+        logprobs=[0.1, 0.1],
+        reward=1.0,
+        routed_experts=f"reference {number}",
+        group_id=number,
+        seq_staleness=0,
+    )
+    return [state([5], group_id=number, routed_experts=f"own reference {number}"), picky]
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+@pytest.mark.parametrize("when", ["refresh", "take", "put"])
+def test_a_group_whose_state_refuses_to_be_reset_is_discarded_and_the_others_are_reset(refused, when, caplog):
+    released = []
+    b = buffer(3, on_release=released.extend)
+    groups = [picky_group(number) for number in range(3)]
+    for members in groups:
+        if when != "put":
+            b.put(members, train_step=6)
+    groups[1][1].refused = refused
+    if when == "put" and refused in ("status", "seq_staleness"):
+        with pytest.raises(TypeError, match=f"member 1: its {refused} cannot be written"):
+            b.put(groups[1], train_step=9)
+        return
+    if when == "put":
+        assert [b.put(members, train_step=9) for members in groups] == [E, E, E]
+    elif when == "take":
+        assert not b.take_train_batch({"default": 1}, train_step=9)
+    else:
+        assert b.refresh_staleness(9) == {"default": 3}
+        assert b.refresh_staleness(9) == {"default": 0}
+    assert "group 1 of task 'default' is discarded" in caplog.text
+    assert f"{refused} is not what it should be" in caplog.text
+    assert (len(b), b.count(status=E)) == (2, 2)
+    ledger = b.ledger()
+    assert (ledger["produced"], ledger["stored"], ledger["discarded"]) == (9, 0, {"expired": 9})
+    # Every reference is released once, also those of the group that left.
+    freed = [cleared["routed_experts"] for _, cleared in released if "routed_experts" in cleared]
+    assert sorted(freed) == sorted(f"{own}reference {number}" for own in ("", "own ") for number in range(3))
+    assert [m[0].group_id for m in b.get(5, status=E)] == [0, 2]
+
+
+@pytest.mark.parametrize("refused", ["response_ids", "status"])
+def test_a_state_that_refuses_to_be_discarded_leaves_all_the_same(refused, caplog):
+    b = buffer(3, trigger=-1)
+    groups = [picky_group(number) for number in range(2)]
+    for members in groups:
+        b.put(members, train_step=6)
+    groups[0][1].refused = refused
+    assert b.refresh_staleness(9) == {"default": 2}
+    assert f"Picky refuses what it is to hold then in {refused}" in caplog.text
+    assert (len(b), b.ledger()["stored"], b.ledger()["discarded"]) == (0, 0, {"expired": 6})
+    assert groups[0][0].response_ids is None
+
+
+@pytest.mark.parametrize("status", ["COMPLETED", "completed"])
+def test_a_status_that_is_a_word_keeps_its_letters(status):
+    b = buffer(3)
+    member, rejected = state([5], status, group_id=1), state([5], status, group_id=2)
+    b.put([member], train_step=6)
+    assert member.status == status
+    b.reject([rejected])
+    assert (rejected.status, rejected.response_ids) == (status, None)
+    b.refresh_staleness(9)
+    assert member.status == ("EXPIRED" if status.isupper() else "expired")
+    (again,) = b.get(1, status=E)
+    b.put(again, train_step=9)
+    assert member.status == ("EXPIRED" if status.isupper() else "expired")
+
+
+# One object, one place
+
+
+def nameless(status="completed", steps=(5,)):
+    """State of a class that has no group_id."""
+    return SimpleNamespace(
+        status=status,
+        prompt_ids=[1],
+        response_ids=[7] * len(steps),
+        response_model_steps=list(steps),
+        response_mask=None,
+    )
+
+
+@pytest.mark.parametrize("kind", [state, nameless])
+@pytest.mark.parametrize("where", ["another task", "another group", "the same group"])
+def test_a_state_that_is_stored_cannot_be_stored_again_elsewhere(kind, where):
+    b = buffer(9)
+    shared, other = kind(steps=[5]), kind(steps=[5])
+    b.put([kind(steps=[5]), shared], "a", train_step=6)
+    before = dict(b.ledger())
+    if hasattr(shared, "group_id") and where != "the same group":
+        shared.group_id = other.group_id = 17
+    second = [other, shared] if where == "another group" else [shared]
+    with pytest.raises(ValueError, match="stored already"):
+        b.put(second, "b" if where == "another task" else "a", train_step=6)
+    with pytest.raises(ValueError, match="stored"):
+        b.reject(second, "b" if where == "another task" else "a")
+    assert (len(b), b.ledger()) == (1, before)
+    assert (shared.response_ids is not None, getattr(other, "task_name", None)) == (True, None)
+    b.take_train_batch({"a": 1}, train_step=6)
+    b.put(second, "b", train_step=6)  # it has left, and may come again
+
+
+def test_a_state_that_was_discarded_or_taken_and_given_back_is_known_for_what_it_is():
+    b = buffer(3, trigger=-1)
+    member = state([5])
+    b.put([member], train_step=6)
+    b.refresh_staleness(9)
+    member.response_ids, member.response_model_steps, member.status = [1], [8], C
+    assert b.put([member], "b", train_step=9) is C
+
+
+# States that have no group_id
+
+
+@pytest.mark.parametrize("outcome", ["trained", "failed", "filtered", "lost"])
+def test_nameless_states_that_are_handed_out_can_be_settled(outcome):
+    b = buffer(9)
+    for task in ("a", "a", "b"):
+        b.put([nameless(), nameless()], task, train_step=6)
+    groups = [*b.get(2, "a"), *b.get(1, "b")]
+    assert b.ledger()["in_flight"] == 6
+    with pytest.raises(ValueError, match="a group is given twice"):
+        b.settle([groups[0], groups[0]], outcome)
+    b.settle(groups[1:], outcome)
+    with pytest.raises(ValueError, match="not handed out"):
+        b.settle(groups[1:2], outcome)
+    b.settle(groups[:1], outcome)
+    ledger = b.ledger()
+    assert ledger["in_flight"] == 0
+    assert {"trained": ledger["trained"], **ledger["discarded"]}[outcome] == 6
+    assert balance(ledger) == (6, 6)
+
+
+def test_nameless_states_keep_their_place_when_they_come_back():
+    b = buffer(9, order="fifo", max_rerolls=1)
+    first, second = [nameless(steps=[5, 5]), nameless("aborted", [5])], [nameless("aborted", [5])]
+    b.put(first, train_step=6)
+    b.put(second, train_step=6)
+    for members in b.get(2, status=A):
+        members[-1].response_ids, members[-1].response_model_steps = [7, 8], [5, 6]
+        members[-1].status = "completed"
+    b.put(second, train_step=7)
+    b.put(first, train_step=7)
+    ledger = b.ledger()
+    assert (ledger["produced"], ledger["stored"], ledger["in_flight"], ledger["discarded"]) == (6, 6, 0, {})
+    assert b.get(2) == [first, second]
+    b.reject(first, outcome="filtered")
+    b.reject(second)
+    assert balance(b.ledger()) == (6, 6)
+    assert (b.ledger()["in_flight"], b.ledger()["discarded"]) == (0, {"filtered": 4, "failed": 2})
+
+
+def test_nameless_states_are_let_go_of_once_they_are_settled():
+    b = buffer(9)
+    held = Held()
+    b.put([held], train_step=6)
+    groups = b.get(1)
+    gone = weakref.ref(held)
+    del held
+    b.settle(groups, "trained")
+    del groups
+    gc.collect()
+    assert gone() is None
+
+
+class Held:
+    """State of a plain class, which a weak reference can follow."""
+
+    def __init__(self):
+        vars(self).update(vars(nameless()))
+
+
+# The garbage collector
+
+
+@pytest.mark.parametrize("trigger", [-1, 0])
+@pytest.mark.parametrize("operation", ["refresh_staleness", "take_train_batch"])
+def test_no_collection_starts_while_groups_are_reset(trigger, operation):
+    b = ReplayBuffer(rule(3), tail_batch_trigger_size=trigger)
+    for _ in range(20):
+        b.sync.put(group([5], [5]), train_step=6)
+    during = []
+
+    def watch(phase, _info):
+        during.append(b.operations.lock.locked())
+
+    expire = {
+        "refresh_staleness": lambda: b.sync.refresh_staleness(9),
+        "take_train_batch": lambda: b.operations.claim_train_batch({"default": 1}, 9),
+    }[operation]
+    before = gc.get_threshold()
+    gc.callbacks.append(watch)
+    try:
+        gc.set_threshold(1, 1, 1)
+        expire()
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(watch)
+    assert b.sync.count() == 0
+    assert during
+    assert not any(during)
+
+
+def test_a_collector_that_is_off_stays_off():
+    b = buffer(3)
+    b.put(group([5]), train_step=6)
+    gc.disable()
+    try:
+        b.refresh_staleness(9)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 """The command line, as a shell and a terminal see it."""
 
+import errno
 import importlib.metadata
 import os
 import pty
@@ -18,6 +19,7 @@ import pytest
 import pystale
 from pystale import cli
 from pystale.__main__ import main
+from pystale.checkpoint import CheckpointWriter
 from pystale.demo.grpo import BaseModel
 
 PYSTALE = [sys.executable, "-m", "pystale"]
@@ -25,6 +27,9 @@ PYSTALE = [sys.executable, "-m", "pystale"]
 PATIENCE_S = 120
 COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;[25];[\d;]+|9[0-7])m")
 OPTIONS = (
+    "--mode",
+    "--checkpoint",
+    "--checkpoint-every",
     "--steps",
     "--seed",
     "--group-size",
@@ -166,6 +171,16 @@ def test_a_short_run_in_a_pipe(tmp_path):
         ["--over-sample-threshold", "-0.5"],
         ["--over-sample-threshold", "nan"],
         ["--over-sample-threshold", "inf"],
+        ["--mode", "async"],
+        ["--mode"],
+        ["--max-staleness", "1", "--mode", "sync"],
+        ["--max-token-staleness", "0", "--mode", "sync"],
+        ["--over-sample-threshold", "0.75", "--mode", "sync"],
+        ["--tail-batch-trigger-size", "0", "--mode", "sync"],
+        ["--checkpoint"],
+        ["--checkpoint", ""],
+        ["--checkpoint-every", "5"],
+        ["--checkpoint-every", "0", "--checkpoint", "nowhere"],
         ["--no-such-option"],
     ],
     ids=" ".join,
@@ -229,6 +244,100 @@ def test_what_a_configuration_warns_of_is_said_in_one_line(capsys):
 def test_it_says_so_when_no_response_has_several_versions(capsys):
     assert cli.run(["demo", "--steps", "1", "--group-size", "1", "--max-token-staleness", "none"]) == 0
     assert "no response with tokens of several versions was trained" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("untaught")
+@pytest.mark.parametrize(
+    ("mode", "has", "has_not"),
+    [
+        ("sync", ["generating and", "in turn"], ["re-rolled", "beside training"]),
+        ("colocated", ["re-rolled", "generating and", "in turn"], ["beside training"]),
+        ("disaggregated", ["re-rolled", "beside training", "waiting for batches"], ["in turn"]),
+    ],
+)
+def test_the_report_fits_the_mode(mode, has, has_not, capsys):
+    assert cli.run(["demo", "--mode", mode, "--steps", "3", "--group-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "balances" in out
+    assert [text for text in has if text not in out] == []
+    assert [text for text in has_not if text in out] == []
+
+
+@pytest.mark.usefixtures("untaught")
+def test_what_sync_has_anyway_may_be_said(capsys):
+    options = ["--max-staleness", "0", "--max-token-staleness", "none", "--tail-batch-trigger-size", "-1"]
+    assert cli.run(["demo", "--mode", "sync", "--steps", "1", "--group-size", "1", *options]) == 0
+    assert "balances" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("untaught")
+def test_a_kept_run_is_reported_when_it_is_started_again(tmp_path, capsys):
+    command = ["demo", "--steps", "3", "--group-size", "1", "--checkpoint", str(tmp_path / "a" / "run")]
+    assert cli.run(command) == 0
+    first = capsys.readouterr().out
+    assert "note:" not in first
+    assert cli.run(command) == 0
+    again = capsys.readouterr().out
+    assert again.startswith(f"note: the run in {tmp_path / 'a' / 'run'} is finished; this is its report\n")
+    assert "reward " in again
+    assert "balances" in again
+
+
+@pytest.mark.usefixtures("untaught")
+def test_other_options_than_the_kept_run_has_are_refused(tmp_path, capsys):
+    command = ["demo", "--steps", "2", "--group-size", "1", "--checkpoint", str(tmp_path)]
+    assert cli.run(command) == 0
+    capsys.readouterr()
+    assert cli.run([*command, "--seed", "7"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"pystale: --seed is 7, and the run in '{tmp_path}' has 0; go on with --seed 0, or choose another directory to "
+        "begin a new run\n",
+    )
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "\0", "x" * 300])
+def test_a_directory_that_cannot_be_is_one_line_and_exit_code_2(tmp_path, capsys, where):
+    (tmp_path / "file").touch()
+    assert cli.run(["demo", "--checkpoint", str(tmp_path / where)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("pystale: ")
+
+
+def test_a_run_that_cannot_be_kept_any_longer_ends_with_its_report_and_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(BaseModel, "train", lambda self, steps: None)
+    original = CheckpointWriter.commit
+
+    def commit(self: Any, document: Any) -> None:
+        if document["extra"]["demo"]["record"]["rewards"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+        original(self, document)
+
+    monkeypatch.setattr(CheckpointWriter, "commit", commit)
+    command = ["demo", "--steps", "3", "--group-size", "1", "--checkpoint", str(tmp_path), "--checkpoint-every", "1"]
+    assert cli.run(command) == 1
+    out, err = capsys.readouterr()
+    assert err == (
+        f"pystale: the run cannot be kept any longer: [Errno 28] No space left on device: '{tmp_path}'; its last "
+        "checkpoint is of step 0\n"
+    )
+    assert "balances" in out
+
+
+def test_ctrl_c_on_a_terminal_and_going_on(terminal, tmp_path):
+    command = ["demo", "--steps", "12", "--group-size", "2", "--checkpoint", "run", "--checkpoint-every", "3"]
+    first = terminal(*command)
+    first.read_until("2/12")
+    first.press_ctrl_c()
+    assert first.exit_code() == 130
+    assert "the same command goes on with it" in first.screen
+    second = terminal(*command)
+    assert second.exit_code() == 0
+    assert "going on with the run in run after step" in second.screen
+    assert "continued" in second.screen
+    assert "balances" in second.screen
+    assert "Traceback" not in first.screen + second.screen
 
 
 @pytest.mark.parametrize("moment", ["teaching", "step "])

@@ -448,7 +448,7 @@ def test_jitter_takes_off_up_to_half(draw):
         lambda engine: (_ for _ in ()).throw(asyncio.CancelledError()),
         lambda engine: RuntimeError("the last reason"),
     ],
-    ids=lambda fault: repr(fault)[:40],
+    ids=lambda fault: "lambda" if callable(fault) else repr(fault)[:40],
 )
 @pytest.mark.parametrize("partial", [True, False])
 def test_faults_are_bounded_by_attempts(fault, partial):

@@ -48,7 +48,7 @@ def test_a_wait_ends_at_its_timeout_and_leaves_nothing_behind():
     async def main():
         buffer = make()
         assert not await buffer.wait_ready({"default": 1}, timeout=0.01)
-        assert not buffer._waiters._waiting
+        assert not buffer.operations.waiters._waiting
 
     asyncio.run(main())
     assert not make().sync.wait_ready({"default": 1}, timeout=0.01)
@@ -90,7 +90,7 @@ def test_a_cancelled_wait_takes_nothing():
         wait.cancel()  # woken and cancelled in the same turn of the loop
         with pytest.raises(asyncio.CancelledError):
             await wait
-        assert not buffer._waiters._waiting
+        assert not buffer.operations.waiters._waiting
         assert await buffer.count() == 1
 
     asyncio.run(main())
@@ -108,7 +108,7 @@ def test_waiters_in_threads_and_in_other_loops_are_woken():
     threads = [threading.Thread(target=f) for f in (blocking, other_loop, blocking, other_loop)]
     for thread in threads:
         thread.start()
-    while len(buffer._waiters._waiting) < len(threads):
+    while len(buffer.operations.waiters._waiting) < len(threads):
         time.sleep(0.001)
     buffer.sync.put(group([5]), train_step=6)
     for thread in threads:
@@ -312,6 +312,78 @@ def test_a_callback_that_fails_is_logged_and_the_operation_stands(kind, caplog):
 
     asyncio.run(main())
     assert "free failed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("face", ["async", "blocking"])
+def test_a_callback_that_raises_a_cancellation_cancels_nobody(kind, face, caplog):
+    def plain(released):
+        raise asyncio.CancelledError("of my own")
+
+    async def asynchronous(released):
+        raise asyncio.CancelledError("of my own")
+
+    buffer = make(on_release=plain if kind == "plain" else asynchronous)
+
+    async def operate():
+        await buffer.put(group([2]), train_step=3)
+        await buffer.put(group([5]), train_step=6)
+        return len((await buffer.take_train_batch({"default": 1}, train_step=6))["default"])
+
+    def operate_blocking():
+        buffer.sync.put(group([2]), train_step=3)
+        buffer.sync.put(group([5]), train_step=6)
+        return len(buffer.sync.take_train_batch({"default": 1}, train_step=6)["default"])
+
+    assert (asyncio.run(operate()) if face == "async" else operate_blocking()) == 1
+    assert "on_release failed on 1 states" in caplog.text
+    assert "of my own" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("face", ["async", "blocking"])
+def test_a_callback_that_ends_the_program_ends_it_and_the_operation_stands(stop, kind, face):
+    def plain(released):
+        raise stop
+
+    async def asynchronous(released):
+        raise stop
+
+    buffer = make(on_release=plain if kind == "plain" else asynchronous)
+    buffer.sync.put(group([2]), train_step=3)
+    buffer.sync.put(group([2]), train_step=3)
+    with pytest.raises(stop):
+        asyncio.run(buffer.refresh_staleness(9)) if face == "async" else buffer.sync.refresh_staleness(9)
+    assert (buffer.sync.count(), buffer.sync.count(status=E)) == (0, 2)
+    produced, accounted_for = balance(buffer.ledger())
+    assert produced == accounted_for
+    assert buffer.sync.refresh_staleness(9) == {"default": 0}
+
+
+@pytest.mark.parametrize("operation", ["put", "reject"])
+def test_cancelling_a_call_that_releases_leaves_what_it_did(operation):
+    async def main():
+        entered, gate, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def on_release(released):
+            entered.set()
+            await gate.wait()
+            freed.set()
+
+        buffer = make(on_release=on_release)
+        members = group([2])
+        call = buffer.put(members, train_step=9) if operation == "put" else buffer.reject(members)
+        task = asyncio.create_task(call)
+        await asyncio.wait_for(entered.wait(), GUARD)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await buffer.count(status=E), sum(buffer.ledger()["discarded"].values())) == (operation == "put", 1)
+        gate.set()
+        await asyncio.wait_for(freed.wait(), GUARD)
+
+    asyncio.run(main())
 
 
 def test_cancelling_a_take_while_it_releases_takes_nothing():

@@ -15,10 +15,12 @@ from threadpoolctl import threadpool_limits
 from pystale.demo.engine import Engine
 from pystale.demo.grpo import BaseModel, Trainer
 from pystale.demo.record import Record
-from pystale.demo.run import run
-from pystale.demo.settings import BATCH_GROUPS, Settings
+from pystale.demo.run import Run
+from pystale.demo.session import execute
+from pystale.demo.settings import BATCH_GROUPS, MODES, Settings
 
 QUICK = {"steps": 3, "base_steps": 10, "group_size": 2}
+ASYNCHRONOUS = ("colocated", "disaggregated")
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +37,19 @@ class Silent:
         pass
 
 
-def finished(**changed: Any) -> tuple[Record, bool]:
+def finished(mode: str = "colocated", **changed: Any) -> tuple[Record, bool]:
     """Record of a run, and whether it was interrupted; no task may be left."""
 
-    async def main() -> tuple[Record, bool]:
-        result = await run(settings, strategy, buffer, Silent())
+    async def main() -> bool:
+        interrupted = await execute(run, Silent())
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        return result
+        return interrupted
 
-    settings = Settings(**{**QUICK, **changed})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some configurations warn, which is tested elsewhere
-        strategy, buffer = settings.build()
-    return asyncio.run(main())
+        run = Run(Settings.of_mode(mode, **{**QUICK, **changed}))
+    interrupted = asyncio.run(main())
+    return run.record, interrupted
 
 
 def balances(record: Record) -> bool:
@@ -56,13 +58,24 @@ def balances(record: Record) -> bool:
     return ledger["produced"] == uses + sum(ledger["discarded"].values())
 
 
-def test_the_reward_rises():
-    record, _ = finished(steps=25, base_steps=80, group_size=8)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reward_rises(mode):
+    record, _ = finished(mode, steps=25, base_steps=80, group_size=8)
     assert np.mean(record.rewards[-5:]) > 1.2 * np.mean(record.rewards[:5])
 
 
-def test_the_same_seed_gives_the_same_run():
-    first, again, other = (finished(seed=seed)[0] for seed in (3, 3, 4))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_to_count(mode):
+    """What the command promises with its default settings; a fraction of the minute it may take is testing's."""
+    record, _ = finished(mode, **{name: getattr(Settings(), name) for name in QUICK})
+    first, last = record.tenths()
+    assert last >= max(0.7, 3 * first)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocated"])
+def test_the_same_seed_gives_the_same_run(mode):
+    first, again, other = (finished(mode, seed=seed)[0] for seed in (3, 3, 4))
     assert first.rewards == again.rewards != other.rewards
     assert first.ledger == again.ledger
     assert first.staleness == again.staleness
@@ -89,8 +102,9 @@ def test_the_same_seed_gives_the_same_run():
     ],
     ids=lambda changed: " ".join(f"{name}={value}" for name, value in changed.items()),
 )
-def test_every_configuration_runs_and_its_account_balances(changed):
-    record, interrupted = finished(**{"steps": 5, **changed})
+@pytest.mark.parametrize("mode", ASYNCHRONOUS)
+def test_every_configuration_runs_and_its_account_balances(mode, changed):
+    record, interrupted = finished(mode, **{"steps": 5, **changed})
     settings = record.settings
     assert not interrupted
     assert record.steps == settings.steps
@@ -104,18 +118,46 @@ def test_every_configuration_runs_and_its_account_balances(changed):
         assert record.ledger["masked_stale"] == 0
 
 
-def test_responses_live_through_several_versions():
-    record, _ = finished(steps=10, group_size=8)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_synchronous_run_trains_all_it_generates_and_keeps_nothing(interval):
+    record, _ = finished("sync", steps=5, sync_weights_interval=interval)
+    assert balances(record)
+    assert record.ledger["produced"] == record.ledger["trained"] == record.generated_tokens
+    assert set(record.versions) == {1}
+    assert set(record.staleness) == set(range(interval))
+    assert record.tokens_beside_training == record.groups_continued == record.groups_expired == 0
+
+
+def test_a_disaggregated_run_generates_while_it_trains():
+    record, _ = finished("disaggregated", steps=10, group_size=8)
+    assert 0 < record.tokens_beside_training < record.generated_tokens
+    assert record.generated_tokens == record.ledger["produced"]
+    assert record.training_s > 0
+    assert record.pausing_s > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_group_is_trained_twice(mode):
+    record, _ = finished(mode, steps=6)
+    trained = [group_id for batch in record.batches for group_id in batch]
+    assert [len(batch) for batch in record.batches] == [BATCH_GROUPS] * 6
+    assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.parametrize("mode", ASYNCHRONOUS)
+def test_responses_live_through_several_versions(mode):
+    record, _ = finished(mode, steps=10, group_size=8)
     assert max(record.versions) > 1
     assert record.groups_continued > 0
     assert record.sample is not None
     assert len({stretch.model_step for stretch in record.sample.stretches}) > 1
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("owner", "method", "call"), [
     (BaseModel, "train", 1), (Trainer, "step", 2), (Engine, "_decode", 1), (Engine, "_decode", 150)
 ])  # fmt: skip
-def test_an_interrupt_ends_it_with_the_record_so_far(monkeypatch, owner, method, call):
+def test_an_interrupt_ends_it_with_the_record_so_far(monkeypatch, owner, method, call, mode):
     """While the base model is taught, while the trainer works in its thread, and while responses are decoded."""
     calls, original = iter(range(1, 1_000_000)), getattr(owner, method)
 
@@ -126,7 +168,7 @@ def test_an_interrupt_ends_it_with_the_record_so_far(monkeypatch, owner, method,
         return original(self, *arguments)
 
     monkeypatch.setattr(owner, method, interrupting)
-    record, interrupted = finished(steps=1000, group_size=4)
+    record, interrupted = finished(mode, steps=1000, group_size=4)
     assert interrupted
     assert record.steps < 20
     assert not record.ledger or balances(record)
@@ -134,22 +176,37 @@ def test_an_interrupt_ends_it_with_the_record_so_far(monkeypatch, owner, method,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_fault_comes_out_and_leaves_no_task(monkeypatch):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_comes_out_and_leaves_no_task(monkeypatch, mode):
     def broken(self: Any, *arguments: Any) -> None:
         raise RuntimeError("the trainer broke")
 
     monkeypatch.setattr(Trainer, "step", broken)
     with pytest.raises(RuntimeError, match="the trainer broke"):
-        finished()
+        finished(mode)
 
 
-def test_a_fault_of_the_engine_is_an_error_and_no_hang(monkeypatch):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_of_the_engine_is_an_error_and_no_hang(monkeypatch, mode):
     def broken(self: Any) -> None:
         raise RuntimeError("the engine broke")
 
     monkeypatch.setattr(Engine, "_decode", broken)
     with pytest.raises(RuntimeError, match="the engine"):
-        finished()
+        finished(mode)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("max_staleness", 1), ("max_token_staleness", 0), ("tail_batch_trigger_size", 0), ("over_sample_threshold", 0.5)
+])  # fmt: skip
+def test_what_contradicts_a_synchronous_run_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}, and in mode sync it is always"):
+        Settings.of_mode("sync", **{name: value})
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="--mode must be one of sync, colocated, disaggregated, got 'async'"):
+        Settings(mode="async")
 
 
 def test_the_heartbeat_sees_what_holds_the_loop(monkeypatch):

@@ -16,8 +16,8 @@ import pytest
 from rollouts import balance, group, state
 from safetensors.numpy import load as load_tensors
 
-import pystale.buffer
 import pystale.journal
+import pystale.operations
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 from pystale.sampler import PromptSampler
 from pystale.saving import encode
@@ -36,13 +36,13 @@ def crashed(buffer, tmp_path, name="crashed"):
     """Directory as it would be after a crash now: a copy, for the original has a living user."""
     copy = tmp_path / name
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(buffer._journal.directory, copy)
+    shutil.copytree(buffer.operations.journal.directory, copy)
     return copy
 
 
 def picture(buffer):
     """All a store holds, what is handed out where it was; by arrival."""
-    store = buffer._store
+    store = buffer.operations.store
     seen = {"train_step": store.train_step, "arrivals": store.arrivals, "own": store.own_group_ids}
     for record in [*store.records.values(), *store.tickets.values()]:
         content = json.loads(encode(record, None).line)
@@ -435,7 +435,7 @@ def test_a_refresh_that_moves_nothing_waits_for_nothing(tmp_path, disk):
     buffer.sync.flush()
     other = make(crashed(buffer, tmp_path))
     other.sync.resume(None)
-    assert other._store.train_step == 7
+    assert other.operations.store.train_step == 7
 
 
 def test_many_threads_and_a_crash(tmp_path, monkeypatch):
@@ -643,10 +643,10 @@ def test_a_save_that_fails_leaves_the_journal_whole(tmp_path):
 def test_of_two_saves_the_earlier_does_not_replace_the_later(tmp_path):
     buffer = make(tmp_path / "j")
     buffer.sync.put(group([5], group_id=1), train_step=6)
-    earlier = buffer._start_save(tmp_path / "checkpoint")
+    earlier = buffer.operations.start_save(tmp_path / "checkpoint")
     buffer.sync.put(group([5], group_id=2), train_step=6)
     buffer.sync.save(tmp_path / "checkpoint")
-    buffer._run_save(earlier)
+    buffer.operations.run_save(earlier)
     buffer.sync.put(group([5], group_id=3), train_step=6)
     other = make(crashed(buffer, tmp_path))
     assert other.sync.resume(tmp_path / "checkpoint").finished == {"default": [3]}

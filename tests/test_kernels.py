@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import pystale
 from pystale import (
     ModelSteps,
+    RolloutState,
     _objects,
     _reference,
     build_info,
@@ -157,6 +158,42 @@ def test_nothing_overflows_at_the_ends_of_int64() -> None:
     assert seq_staleness([2147483653], train_step=2147483655) == 1
 
 
+EDGES = [127, 128, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 2]
+
+
+@pytest.mark.parametrize("dtype", strategies.INTEGER_DTYPES, ids=str)
+@pytest.mark.parametrize("stride", [1, 2, 3, -1])
+@pytest.mark.parametrize("order", "<>")
+def test_cutoffs_past_the_range_of_the_dtype(dtype: np.dtype[Any], stride: int, order: str) -> None:
+    # More than one block of a copied array, and a length that is no multiple of a vector's.
+    values = [0, 5, *(edge for edge in EDGES if edge <= np.iinfo(dtype).max)] * 113
+    steps = np.repeat(np.array(values, dtype.newbyteorder(order)), abs(stride))[::stride]
+    mask = np.arange(len(steps)) % 3
+    for edge in EDGES:
+        arguments = {"train_step": edge + 1, "token_stale_threshold": 1, "response_mask": mask}
+        expected = (steps.astype(np.int64) >= edge) & (mask != 0)
+        np.testing.assert_array_equal(effective_mask(steps, **arguments), expected)
+        assert has_trainable_token(steps, **arguments) == expected.any()
+    assert seq_staleness(steps[steps != 0], train_step=9) == 3
+    newest = int(steps[mask != 0].max())
+    assert _objects.summarise(steps, mask) == (0, newest, np.count_nonzero(mask), len(steps))
+
+
+@pytest.mark.parametrize("dtype", strategies.INTEGER_DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 63, 64, 65, 100, 1023, 1024, 1025])
+def test_every_length_is_masked_to_its_last_token(dtype: np.dtype[Any], length: int) -> None:
+    steps = np.array([3, 8, 5, 6, 1, 6, 7] * 200, dtype)[:length]
+    mask = np.array([1, 1, 0, 2, 1] * 300, np.uint8)[:length]
+    # One entry more than is asked for, to see that nothing is written past the end.
+    out = np.full(length + 1, 7, np.uint8)
+    arguments = {"train_step": 7, "token_stale_threshold": 1}
+    effective_mask(steps, **arguments, response_mask=mask, out=out[:length])
+    np.testing.assert_array_equal(out[:length], (steps >= 6) & (mask != 0))
+    effective_mask(steps, **arguments, out=out[:length])
+    np.testing.assert_array_equal(out[:length], steps >= 6)
+    assert out[length] == 7
+
+
 @given(response=strategies.tokens(), train_step=strategies.train_steps)
 def test_seq_staleness_is_its_reference(response: Any, train_step: int) -> None:
     steps, _, steps_form, _ = response
@@ -262,3 +299,29 @@ def test_public_names_live_in_the_package() -> None:
     public = (seq_staleness, effective_mask, has_trainable_token, refresh_batch, build_info, ModelSteps)
     assert {item.__module__ for item in public} == {"pystale"}
     assert all(getattr(pystale, item.__name__) is item for item in public)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(-1, 9), max_size=6), st.integers(0, 3)), max_size=5), st.booleans())
+def test_masks_of_a_group_are_those_of_its_members(responses, rule_applies):
+    states = []
+    for steps, form in responses:
+        mask = [n % 2 for n in range(len(steps))] if form == 1 else None
+        given_steps = [steps, np.array(steps, np.int64), tuple(steps), ModelSteps.from_list(steps)][form]
+        states.append(RolloutState(response_model_steps=given_steps, response_mask=mask))
+    members = [_objects.measure(state, state.response_model_steps) for state in states]
+    masks, ones = _objects.trainable_masks(states, members, rule_applies, 10, 4)
+    total = 0
+    for state, member, mask in zip(states, members, masks, strict=True):
+        applies = rule_applies and member.newest_trainable >= 0
+        expected, trained = _objects.trainable_mask(
+            state.response_model_steps, state.response_mask, 10, 4 if applies else None
+        )
+        total += trained
+        if mask is None:
+            assert not applies
+            assert member.others == 0
+            assert trained == member.trainable
+        else:
+            assert type(mask) is (list if isinstance(state.response_mask, list) else np.ndarray)
+            assert list(mask) == expected.tolist()
+    assert ones == total

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from rollouts import balance, group, state
 
-import pystale.buffer
+import pystale.operations
 import pystale.saving
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+from pystale.checkpoint_reader import read_checkpoint
 from pystale.sampler import PromptSampler
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -102,7 +103,7 @@ def test_a_save_in_the_middle_of_a_take_or_a_get_holds_the_groups(tmp_path, monk
     buffer = make()
     for number, status in enumerate([C, A]):
         buffer.sync.put(group([5], group_id=number, status=status), train_step=6)
-    genuine_copied, genuine_masks = pystale.buffer.copied, buffer._store.masks
+    genuine_copied, genuine_masks = pystale.operations.copied, pystale.operations.masks_of
 
     def save(name, then):
         def saving(*args):
@@ -111,8 +112,8 @@ def test_a_save_in_the_middle_of_a_take_or_a_get_holds_the_groups(tmp_path, monk
 
         return saving
 
-    monkeypatch.setattr(pystale.buffer, "copied", save("get", genuine_copied))
-    monkeypatch.setattr(buffer._store, "masks", save("take", genuine_masks))
+    monkeypatch.setattr(pystale.operations, "copied", save("get", genuine_copied))
+    monkeypatch.setattr(pystale.operations, "masks_of", save("take", genuine_masks))
     buffer.sync.get(1, status=A)
     buffer.sync.take_train_batch({"default": 1}, train_step=6)
     for name in ("get", "take"):
@@ -213,7 +214,7 @@ def test_the_committed_checkpoint_of_schema_version_2_is_read():
 def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     """Such a checkpoint has their arrival and re-rolls, for when they are put, and books their tokens as lost."""
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     (lent,) = [h for h, _ in groups if h.get("in_flight")]
     groups = [(h, s) for h, s in groups if h is not lent]
     place = {name: lent[name] for name in ("task", "group_id", "arrival", "key", "rerolls")}
@@ -223,7 +224,9 @@ def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     document["ledger"]["stored"] -= 3
     document["ledger"]["in_flight"] += 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         assert buffer.sync.resume(tmp_path).in_flight == {}
     assert buffer.ledger()["discarded"]["lost"] == 3
@@ -231,7 +234,7 @@ def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     again = make()
     again.sync.resume(tmp_path)
     again.sync.put(group([5], group_id=lent["group_id"], status=A), "a", train_step=7)
-    (record,) = [r for r in again._store.records.values() if r.group_id == lent["group_id"]]
+    (record,) = [r for r in again.operations.store.records.values() if r.group_id == lent["group_id"]]
     assert record.arrival == lent["arrival"]
     assert balance(again.ledger())[0] == balance(again.ledger())[1]
 
@@ -259,9 +262,9 @@ def test_the_hook_is_never_called_under_the_mutex(tmp_path, monkeypatch):
     buffer = make(dump_ref=dump_ref, load_ref=Handle)
     for _ in range(3):
         buffer.sync.put([state([5], routed_experts=Handle("x"))], train_step=6)
-    job = buffer._start_save(tmp_path)
+    job = buffer.operations.start_save(tmp_path)
     buffer.sync.take_batch({"default": 2})
-    buffer._run_save(job)
+    buffer.operations.run_save(job)
     other = make(dump_ref=dump_ref, load_ref=Handle)
     other.sync.resume(tmp_path)
     assert len(other) == 3
@@ -401,11 +404,11 @@ def test_a_payload_that_cannot_be_written_fails_the_save_and_not_what_runs_meanw
     buffer = make()
     bad = [state([5], routed_experts=object())]
     buffer.sync.put(bad, train_step=6)
-    job = buffer._start_save(tmp_path)
+    job = buffer.operations.start_save(tmp_path)
     assert buffer.sync.take_train_batch({"default": 1}, train_step=6)["default"] == [bad]
     with pytest.raises(TypeError, match="routed_experts"):
-        buffer._run_save(job)
-    assert buffer._saves == []
+        buffer.operations.run_save(job)
+    assert buffer.operations.saves == []
 
 
 def test_a_cancelled_save_leaves_no_trace(tmp_path):
@@ -418,7 +421,7 @@ def test_a_cancelled_save_leaves_no_trace(tmp_path):
         save.cancel()
         with pytest.raises(asyncio.CancelledError):
             await save
-        assert buffer._saves == []
+        assert buffer.operations.saves == []
         assert len(buffer) == 50
         await buffer.save(tmp_path / "c")
         other = make()
@@ -447,12 +450,14 @@ def test_a_cancelled_save_leaves_no_trace(tmp_path):
 )
 def test_a_document_that_contradicts_itself_loads_nothing(tmp_path, damage):
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     document = json.loads(json.dumps(document))
     document["handed_out"].append({"task": "a", "group_id": "earlier", "arrival": 9, "key": 1, "rerolls": 0})
     damage(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         with pytest.raises(ValueError):  # noqa: PT011
             buffer.sync.resume(tmp_path)
@@ -478,7 +483,7 @@ def test_a_document_that_contradicts_itself_loads_nothing(tmp_path, damage):
 )
 def test_a_group_that_contradicts_itself_loads_nothing(tmp_path, damage):
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     (victim,) = [i for i, (h, _) in enumerate(groups) if h["group_id"] == "g5"]
     groups = [(json.loads(json.dumps(h)), s) for h, s in groups]
     groups[victim][0]["task"] = "a" if groups[victim][0]["task"] == "a" else groups[victim][0]["task"]
@@ -486,7 +491,9 @@ def test_a_group_that_contradicts_itself_loads_nothing(tmp_path, damage):
     if groups[victim][0]["group_id"] == "g0":
         groups[victim][0]["task"] = "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         with pytest.raises(CheckpointError):
             buffer.sync.resume(tmp_path)
@@ -549,7 +556,7 @@ def test_a_cancelled_resume_loads_nothing(tmp_path, monkeypatch):
         assert going_on.wait(20)
         return load(*args, **more)
 
-    monkeypatch.setattr("pystale.buffer.load", slow)
+    monkeypatch.setattr("pystale.operations.load", slow)
 
     async def main():
         buffer = make()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pystale import ModelSteps, RolloutState, Status, group_status, update_sample_version
-from pystale.state import as_status, copy_state, discard, reset
+from pystale.state import FieldsRefused, as_status, copy_state, discard, reset
 
 C, A, E, F, X, U, Z = (
     Status.COMPLETED,
@@ -196,6 +196,28 @@ def test_reset_and_discard_leave_fields_a_foreign_state_lacks():
     state = SimpleNamespace(status="completed", prompt_ids=None, response_ids=[1], response_model_steps=[1])
     reset(state)
     assert vars(state) == {"status": "expired", "prompt_ids": None, "response_ids": [], "response_model_steps": []}
+
+
+def test_a_state_that_refuses_fields_is_reset_in_all_others():
+    class Strict(SimpleNamespace):
+        def __setattr__(self, name, value):
+            if name in ("reward", "logprobs"):
+                raise ValueError("a number is required")
+            super().__setattr__(name, value)
+
+    state = Strict(status="completed", prompt_ids=[1], response_ids=[2], response_model_steps=[3])
+    vars(state).update(reward=1.0, logprobs=[0.5], tokens=[1, 2])
+    with pytest.raises(FieldsRefused, match=r"Strict refuses .* in reward, logprobs: a number is required") as caught:
+        reset(state)
+    assert caught.value.cleared == {"response_ids": [2], "response_model_steps": [3]}
+    assert (state.tokens, state.response_ids, state.reward, state.status) == ([1], [], 1.0, "expired")
+
+
+def test_a_shallow_copy_holds_the_same_values():
+    state = full_state()
+    copied = copy_state(state, deep=False)
+    assert copied is not state
+    assert all(getattr(copied, name) is getattr(state, name) for name in RolloutState.__dataclass_fields__)
 
 
 def test_default_containers_are_not_shared():

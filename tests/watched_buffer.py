@@ -1,5 +1,7 @@
 """A buffer that follows every group through its places, and checks all it knows after every operation."""
 
+import functools
+
 from rollouts import balance
 
 from pystale import ReplayBuffer, Status, effective_mask
@@ -10,12 +12,15 @@ IN_FLIGHT, STORED, TRAINED, GONE = "in flight", "stored", "trained", "gone"
 class WatchedBuffer(ReplayBuffer):
     """At any time a group that was drawn is in flight, stored, trained or gone, and in one of these places only.
 
-    What is overridden is what all faces of the buffer share, so that nothing passes unseen. It needs an `on_release`,
+    What is watched is what all faces of the buffer share, so that nothing passes unseen. It needs an `on_release`,
     without which the buffer does not say what it has discarded.
     """
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
+        for name in ("get", "put", "reject", "refresh", "claim_train_batch"):
+            watched = functools.partial(getattr(self, f"watch_{name}"), getattr(self.operations, name))
+            setattr(self.operations, name, watched)
         self.places = {}
         self.log = []
 
@@ -40,16 +45,16 @@ class WatchedBuffer(ReplayBuffer):
             if self.places[name] is not GONE:
                 self.move(name, self.places[name], GONE)
 
-    def _get(self, n, task_name, status):
-        groups = super()._get(n, task_name, status)
+    def watch_get(self, get, n, task_name, status):
+        groups = get(n, task_name, status)
         for members in groups:
             self.move((task_name, members[0].group_id), STORED, IN_FLIGHT)
         self.check()
         return groups
 
-    def _put(self, group, task_name, model_step, train_step):
+    def watch_put(self, put, group, task_name, model_step, train_step):
         unstamped = [state for state in group if len(state.response_model_steps) < len(state.response_ids)]
-        status, effects = super()._put(group, task_name, model_step, train_step)
+        status, effects = put(group, task_name, model_step, train_step)
         for state in unstamped:
             if state.response_ids:
                 assert state.response_model_steps[-1] == state.extra_fields["version"], "stamped with another version"
@@ -63,21 +68,21 @@ class WatchedBuffer(ReplayBuffer):
         self.check()
         return status, effects
 
-    def _reject(self, group, task_name, outcome):
+    def watch_reject(self, reject, group, task_name, outcome):
         name = task_name, group[0].group_id
-        effects = super()._reject(group, task_name, outcome)
+        effects = reject(group, task_name, outcome)
         self.move(name, IN_FLIGHT, GONE)
         self.check()
         return effects
 
-    def _refresh(self, train_step, statuses):
-        moved, effects = super()._refresh(train_step, statuses)
+    def watch_refresh(self, refresh, train_step, statuses=None):
+        moved, effects = refresh(train_step, statuses)
         self.released(effects)
         self.check()
         return moved, effects
 
-    def _claim_train_batch(self, sizes, train_step):
-        claim, effects = super()._claim_train_batch(sizes, train_step)
+    def watch_claim_train_batch(self, claim_train_batch, sizes, train_step):
+        claim, effects = claim_train_batch(sizes, train_step)
         self.released(effects)
         for task_name, groups in (claim.batch if claim else {}).items():
             assert len(groups) == sizes[task_name]

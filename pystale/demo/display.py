@@ -4,6 +4,7 @@ import asyncio
 import textwrap
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,50 +16,113 @@ from rich.table import Table
 from rich.text import Text
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from pystale.demo.checkpoint import RunDirectory
 from pystale.demo.record import Record, Response
-from pystale.demo.report import progress, report, share, spread
-from pystale.demo.run import run
+from pystale.demo.report import groups_text, progress, report, share, spread
+from pystale.demo.run import Run
+from pystale.demo.session import execute
 from pystale.demo.settings import Settings
 
-__all__ = ["LiveDisplay", "PlainDisplay", "show"]
+__all__ = ["LiveDisplay", "NotKept", "PlainDisplay", "show"]
 
 WIDTH = 92
 INTERRUPTED = 130
 SILENCE_S = 10.0
 SPARKS = "▁▂▃▄▅▆▇█"
 AGES = ("green", "yellow", "red", "magenta")
+TITLES = {
+    "sync": "synchronous GRPO",
+    "colocated": "asynchronous GRPO",
+    "disaggregated": "asynchronous GRPO beside the engine",
+}
 VERSIONS = ("cyan", "magenta", "yellow", "green", "blue")
 
 
-def show(settings: Settings) -> int:
-    """Run with a display that suits standard output; returns the exit code, 130 if interrupted.
+class NotKept(RuntimeError):
+    """A run ended because it could not be kept: the disk is full, or gone."""
+
+
+def show(settings: Settings, directory: RunDirectory | None = None) -> int:
+    """Run, or go on, with a display that suits standard output.
+
+    Parameters
+    ----------
+    settings : Settings
+    directory : RunDirectory, optional
+        Where the run is kept.
+
+    Returns
+    -------
+    int
+        The exit code: 0, or 130 if interrupted.
 
     Raises
     ------
-    ValueError
-        For a setting out of range, before anything has started.
+    ValueError, OSError
+        For a setting out of range, or a directory that cannot be used, before anything has started.
+    NotKept
+        When a checkpoint or the journal cannot be written later; after the report so far.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy, buffer = settings.build()
+        run = Run(settings, directory)
     console = Console(highlight=False)
     fancy = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     display: LiveDisplay | PlainDisplay = LiveDisplay(console) if fancy else PlainDisplay()
     for message in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
         display.note(message)
+    if directory is not None and (run.finished or run.record.continued_after):
+        display.note(kept(run, directory))
+    if run.finished:
+        display.finish(run.record, "")
+        return 0
     # One thread for linear algebra: with products this small a second one only costs time, and the bits of a run would
     # depend on the machine.
-    with threadpool_limits(limits=1, user_api="blas"), display:
-        record, interrupted = asyncio.run(run(settings, strategy, buffer, display))
-    display.finish(record, interrupted)
+    try:
+        with threadpool_limits(limits=1, user_api="blas"), display:
+            interrupted = asyncio.run(execute(run, display))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if directory is None:
+            raise
+        display.finish(run.record, "")
+        raise NotKept(f"the run cannot be kept any longer: {error}; {saved(settings, directory)}") from error
+    display.finish(run.record, left(run, directory) if interrupted else "")
     return INTERRUPTED if interrupted else 0
+
+
+def saved(settings: Settings, directory: RunDirectory) -> str:
+    """What there is to go on from after a failure."""
+    try:
+        run = directory.read(settings)
+    except (OSError, ValueError):
+        run = None
+    return "no checkpoint was written" if run is None else f"its last checkpoint is of step {run.record.steps}"
+
+
+def kept(run: Run, directory: RunDirectory) -> str:
+    """What a directory was found to hold."""
+    steps = run.settings.steps
+    if run.finished:
+        return f"the run in {directory.path} is finished; this is its report"
+    return f"going on with the run in {directory.path} after step {run.record.steps} of {steps}"
+
+
+def left(run: Run, directory: RunDirectory | None) -> str:
+    """How to go on after an interrupt."""
+    if directory is None:
+        return "nothing is kept of it; --checkpoint DIR would"
+    if run.engine is None:
+        return f"nothing is kept in {directory.path} yet; the same command begins anew"
+    return f"kept in {directory.path}: the same command goes on with it"
 
 
 class PlainDisplay:
     """Lines for a file or a pipe: one every twentieth of the run, and at least every ten seconds."""
 
     def __init__(self) -> None:
-        self._shown = 0
+        self._shown = -1
         self._said = time.perf_counter()
 
     def __enter__(self) -> None:
@@ -78,18 +142,21 @@ class PlainDisplay:
                 print("teaching a base model to count, with slips and without an idea where to stop", flush=True)
             return
         now, twentieth = time.perf_counter(), record.steps * 20 // record.settings.steps
+        if self._shown < 0:
+            self._shown = (record.steps - 1) * 20 // record.settings.steps  # what an earlier process has shown
         if twentieth > self._shown or now - self._said >= SILENCE_S:
             self._shown, self._said = twentieth, now
             print(progress(record), flush=True)
 
-    def finish(self, record: Record, interrupted: bool) -> None:
-        """A response and the report."""
+    def finish(self, record: Record, left: str) -> None:
+        """A response and the report; `left`: it was interrupted, and how to go on."""
         print()
         for line in response_lines(record.sample):
             print(line)
         print()
-        if interrupted:
+        if left:
             print(f"interrupted after {record.steps} of {record.settings.steps} steps")
+            print(left)
         for label, value in report(record):
             print(f"{label:<22}{value}")
 
@@ -119,16 +186,17 @@ class LiveDisplay:
             self._drawn = now
             self._live.update(panel(record), refresh=True)
 
-    def finish(self, record: Record, interrupted: bool) -> None:
-        """A response and the report."""
+    def finish(self, record: Record, left: str) -> None:
+        """See :meth:`PlainDisplay.finish`."""
         console, width = self._console, min(self._console.width, WIDTH)
         if console.no_color or record.sample is None:
             console.print(Group(*map(Text, response_lines(record.sample))))
         else:
             console.print(response_panel(record.sample), width=width)
         rows = _grid()
-        if interrupted:
+        if left:
             rows.add_row("interrupted", Text(f"after {record.steps} of {record.settings.steps} steps", "bold yellow"))
+            rows.add_row("", Text(left))
         if record.steps > 1:
             rows.add_row("reward", _curve(record))
         for label, value in report(record):
@@ -166,15 +234,16 @@ def panel(record: Record) -> Panel:
             "tokens",
             f"{share(record.masked, 1)} masked as stale, {record.tokens_per_s / 1e3:,.0f}k generated per second",
         )
-        rows.add_row(
-            "groups",
-            f"{record.groups_expired:,} expired, {record.groups_rerolled:,} re-rolled, "
-            f"{record.groups_continued:,} continued",
-        )
-        rows.add_row("refresh", f"{np.median(record.refresh_us):.0f} µs")
+        if settings.mode != "sync":
+            rows.add_row("groups", groups_text(record))
+        if record.refreshes:
+            rows.add_row("refresh", f"{np.median(record.refresh_us):.0f} µs")
+        if settings.mode == "disaggregated":
+            beside = share(record.tokens_beside_training, record.generated_tokens)
+            rows.add_row("beside", f"{beside} of the tokens were generated while the trainer worked")
     return Panel(
         rows,
-        title="[bold]pystale demo[/]  asynchronous GRPO, counting from a to b",
+        title=f"[bold]pystale demo[/]  {TITLES[settings.mode]}, counting from a to b",
         title_align="left",
         subtitle="Ctrl-C ends it",
         subtitle_align="right",
@@ -193,13 +262,16 @@ def _curve(record: Record, columns: int = 48) -> Text:
 
 def _ages(record: Record, columns: int = 40) -> Text:
     """Responses by staleness when taken, as one bar in parts."""
-    line, total = Text(), sum(record.staleness.values())
-    ages = sorted(record.staleness)
+    counts: Counter[int] = Counter()
+    for age, count in record.staleness.items():
+        counts[max(age, -1)] += count
+    line, total = Text(), sum(counts.values())
+    ages = sorted(counts)
     for i, age in enumerate(ages):
-        line.append("█" * round(columns * record.staleness[age] / total), AGES[min(i, len(AGES) - 1)])
+        line.append("█" * round(columns * counts[age] / total), AGES[min(i, len(AGES) - 1)])
     for i, age in enumerate(ages):
-        line.append(f"  {age}", AGES[min(i, len(AGES) - 1)])
-        line.append(f" {100 * record.staleness[age] / total:.0f} %")
+        line.append(f"  {age if age >= 0 else 'ahead'}", AGES[min(i, len(AGES) - 1)])
+        line.append(f" {100 * counts[age] / total:.0f} %")
     return line
 
 

@@ -52,6 +52,15 @@ class Engine:
     rng : numpy.random.Generator
         Draws the tokens.
 
+    Attributes
+    ----------
+    model_step : int
+        Trainer step whose weights are served.
+    generated_tokens : int
+        Tokens so far.
+    rng : numpy.random.Generator
+        See above; its state is part of a checkpoint.
+
     Notes
     -----
     For use from one event loop. The decode task lets other tasks run after every decode step.
@@ -61,7 +70,7 @@ class Engine:
         self.model_step = 0
         self.generated_tokens = 0
         self._policy = Policy(parameters)
-        self._rng = rng
+        self.rng = rng
         self._paused = False
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -92,6 +101,11 @@ class Engine:
             await asyncio.wait([self._task])
             if error is None and not self._task.cancelled():
                 self._task.result()
+
+    @property
+    def parameters(self) -> Floats:
+        """Weights that are served."""
+        return self._policy.parameters
 
     def load_weights(self, parameters: Floats, model_step: int) -> None:
         """Serve these weights from the next token on."""
@@ -179,7 +193,7 @@ class Engine:
         distinct, which = np.unique(self._contexts, return_inverse=True)
         log_probs = self._policy.forward(distinct).log_probs
         cumulative = np.exp(log_probs).cumsum(axis=1)
-        draws = self._rng.random((len(rows), 1), dtype=np.float32) * cumulative[which, -1:]
+        draws = self.rng.random((len(rows), 1), dtype=np.float32) * cumulative[which, -1:]
         cumulative[:, -1] = np.inf  # a float32 product may round up to the whole sum, which is past the last token
         tokens = (cumulative[which] > draws).argmax(axis=1)
         self._tokens[rows, lengths] = tokens

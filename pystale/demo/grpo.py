@@ -5,7 +5,7 @@ is ``-min(r * A, clip(r, 1 - 0.2, 1 + 0.2) * A)`` with ``r = exp(new - old)``. I
 effective mask leaves and divided by their number, which the batch reports.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,14 @@ class Adam:
         self._mean = np.zeros(size, dtype=np.float32)
         self._square = np.zeros(size, dtype=np.float32)
         self._count = 0
+
+    def state(self) -> tuple[dict[str, Floats], int]:
+        """Copies of both averages, and how many updates are in them."""
+        return {"mean": self._mean.copy(), "square": self._square.copy()}, self._count
+
+    def load(self, arrays: Mapping[str, Floats], count: int) -> None:
+        """Go on from what :meth:`state` gave."""
+        self._mean[...], self._square[...], self._count = arrays["mean"], arrays["square"], count
 
     def update(self, parameters: Floats, gradient: Floats) -> Floats:
         """New parameters."""
@@ -120,11 +128,16 @@ class Trainer:
     ----------
     parameters : float32[34828]
         Weights to start from.
+
+    Attributes
+    ----------
+    adam : Adam
+        The optimiser.
     """
 
     def __init__(self, parameters: Floats) -> None:
         self._policy = Policy(parameters)
-        self._adam = Adam(len(parameters), LEARNING_RATE)
+        self.adam = Adam(len(parameters), LEARNING_RATE)
 
     @property
     def parameters(self) -> Floats:
@@ -138,7 +151,7 @@ class Trainer:
             return
         for _ in range(PASSES):
             _, gradient = loss_gradient(self._policy, batch, trainable_tokens)
-            self._policy.load(self._adam.update(self._policy.parameters, gradient))
+            self._policy.load(self.adam.update(self._policy.parameters, gradient))
 
 
 class BaseModel:

@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from pystale.demo.settings import Settings
 from pystale.demo.task import MAX_TOKENS, text
 
 __all__ = ["Record", "Response", "Stretch"]
+
+NOT_KEPT = {"settings", "began", "ended"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ class Response:
 
 @dataclass
 class Record:
-    """Counts and times of a run so far."""
+    """Counts and times of a run so far; of all its processes, where it was continued."""
 
     settings: Settings
     began: float = field(default_factory=time.perf_counter)
     ended: float | None = None
     pretrained: float = 0.0  # share of the supervised start that is done
     rewards: list[float] = field(default_factory=list)  # mean of the batch, one per trainer step
+    batches: list[list[int]] = field(default_factory=list)  # ids of the groups trained, one list per trainer step
+    continued_after: list[int] = field(default_factory=list)  # steps that were done when a new process went on
     tokens: int = 0  # response tokens of the batches taken for training
     trainable_tokens: int = 0  # of these, tokens in the loss
     staleness: Counter[int] = field(default_factory=Counter)  # responses by seq_staleness when taken
@@ -67,11 +71,58 @@ class Record:
     groups_continued: int = 0
     generated_tokens: int = 0
     generation_s: float = 0.0
+    training_s: float = 0.0
+    waiting_s: float = 0.0  # the trainer waited for a batch, while the engine worked beside it
+    pausing_s: float = 0.0  # the engine stood still, for weight syncs and checkpoints
+    tokens_beside_training: int = 0  # generated while the trainer worked
+    checkpoints: list[float] = field(default_factory=list)  # seconds that each one took
     refreshes: list[tuple[float, int]] = field(default_factory=list)  # microseconds, groups that expired
     longest_gap_ms: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     sample: Response | None = None
-    _best: float = 0.0
+    best: float = 0.0  # how much the sample is worth showing
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but the settings, as plain data."""
+        content = {name: value for name, value in vars(self).items() if name not in NOT_KEPT}
+        return {
+            **content,
+            "seconds": self.seconds,
+            "rewards": list(self.rewards),
+            "batches": list(self.batches),
+            "refreshes": [list(pair) for pair in self.refreshes],
+            "staleness": dict(self.staleness),
+            "versions": dict(self.versions),
+            "checkpoints": list(self.checkpoints),
+            "continued_after": list(self.continued_after),
+            "ledger": {**self.ledger, "discarded": dict(self.ledger.get("discarded", {}))},
+            "sample": None if self.sample is None else asdict(self.sample),
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Settings, content: Mapping[str, Any]) -> "Record":
+        """What :meth:`as_dict` gave; its clock goes on where it stood.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If it is not that.
+        """
+        record, content = cls(settings), dict(content)
+        record.began -= float(content.pop("seconds"))
+        if set(content) != set(vars(record)) - NOT_KEPT:
+            raise ValueError(f"a record does not consist of {', '.join(sorted(content))}")
+        for name, value in content.items():
+            setattr(record, name, value)
+        record.staleness, record.versions = Counter(content["staleness"]), Counter(content["versions"])
+        record.refreshes = [(us, expired) for us, expired in content["refreshes"]]
+        if (sample := content["sample"]) is not None:
+            record.sample = Response(**{**sample, "stretches": [Stretch(**each) for each in sample["stretches"]]})
+        if not len(record.rewards) == len(record.batches) <= settings.steps:
+            raise ValueError(
+                f"{len(record.rewards)} rewards and {len(record.batches)} batches of a run of {settings.steps} steps"
+            )
+        return record
 
     @property
     def steps(self) -> int:
@@ -103,9 +154,14 @@ class Record:
         tenth = self.steps // 10
         return (float(np.mean(self.rewards[:tenth])), float(np.mean(self.rewards[-tenth:]))) if tenth >= 5 else None
 
+    def add_expired(self, released: Sequence[tuple[RolloutState, dict[str, Any]]]) -> None:
+        """Count the groups of responses that were reset or discarded in one operation of the buffer."""
+        self.groups_expired += len({state.group_id for state, _ in released})
+
     def add_batch(self, groups: Sequence[Sequence[RolloutState]], trainable_tokens: int, train_step: int) -> None:
         """Count a batch that was taken for training."""
         members = [member for group in groups for member in group]
+        self.batches.append([int(group[0].group_id or 0) for group in groups])
         self.rewards.append(float(np.mean([member.reward for member in members])))
         self.trainable_tokens += trainable_tokens
         for member in members:
@@ -116,8 +172,8 @@ class Record:
             self.versions[versions] += 1
             # Worth showing: several versions, a masked part, long, right, and late in the run.
             worth = min(versions, 4) + (not mask.all()) + len(ids) / MAX_TOKENS + 2 * float(member.reward)
-            if versions > 1 and worth >= self._best:
-                self._best, self.sample = worth, Response.of(member, train_step)
+            if versions > 1 and worth >= self.best:
+                self.best, self.sample = worth, Response.of(member, train_step)
 
 
 def _per_token(state: RolloutState) -> tuple[Any, Any, Any]:

@@ -13,7 +13,7 @@ from pystale.demo.engine import Engine, Generation, Request
 from pystale.demo.task import MAX_TOKENS, reward, sample_prompt, text
 from pystale.sampler import PromptSampler
 
-__all__ = ["CountingAgentLoop", "CountingSampler"]
+__all__ = ["CountingAgentLoop", "CountingSampler", "EngineController", "forget_versions_after"]
 
 
 class CountingAgentLoop:
@@ -73,6 +73,42 @@ def _extend(member: RolloutState, new: Generation) -> None:
     if member.status is Status.COMPLETED:
         member.response = text(member.response_ids)
         member.reward = reward(member.prompt_ids, member.response_ids)
+
+
+class EngineController:
+    """Pauses the engine and lets it go on: what a :class:`~pystale.DisaggAgentLoopManager` asks for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def pause_generation(self) -> None:
+        """Abort what runs."""
+        self._engine.pause()
+
+    def continue_generation(self) -> None:
+        """Take requests again."""
+        self._engine.resume()
+
+
+def forget_versions_after(group: Sequence[RolloutState], model_step: int) -> None:
+    """Cut the responses of a group back to the tokens of weights up to `model_step`.
+
+    After a crash the weights are those of the last checkpoint. A response that newer ones began cannot be continued by
+    them: its versions would not be in order.
+    """
+    for member in group:
+        if member.max_model_step is None or member.max_model_step <= model_step:
+            continue
+        kept, steps = ModelSteps(), member.response_model_steps
+        for step, count in ModelSteps.from_list(steps).runs():  # type: ignore[arg-type]
+            if step <= model_step:
+                kept.append(step, count)
+        tokens: Any = member.response_ids
+        logprobs: Any = member.logprobs
+        member.response_ids, member.logprobs = tokens[: len(kept)], logprobs[: len(kept)]
+        member.response_model_steps, member.response_mask = kept, None
+        member.response, member.reward, member.finish_reason = "", None, None
+        member.status = Status.ABORTED
 
 
 class CountingSampler(PromptSampler):

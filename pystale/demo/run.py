@@ -1,26 +1,21 @@
-"""The run: generate, take, train, publish weights, in one event loop.
-
-Generation and training alternate (colocated): engine, producer and buffer live on the loop, the trainer works in a
-thread, and the loop goes on answering while it does.
-"""
+"""What a run consists of, whatever its mode: it is set up or read from a directory, trains, publishes and saves."""
 
 import asyncio
-import signal
 import time
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from pystale import ReplayBuffer, Status
+from pystale import RolloutState, Status
+from pystale.demo.checkpoint import RunDirectory
 from pystale.demo.engine import Engine
 from pystale.demo.grpo import BaseModel, Trainer
 from pystale.demo.record import Record
-from pystale.demo.rollouts import CountingAgentLoop, CountingSampler
-from pystale.demo.settings import BATCH_GROUPS, TASK, Settings
-from pystale.producer import AsyncProduceStrategy
+from pystale.demo.rollouts import CountingSampler, forget_versions_after
+from pystale.demo.settings import TASK, Settings
 
-__all__ = ["Display", "run", "train"]
+__all__ = ["Display", "Run"]
 
 BASE_STRIDE = 20
 HEARTBEAT_S = 0.005
@@ -57,88 +52,119 @@ class Heartbeat:
         await asyncio.wait([self._task])
 
 
-async def train(strategy: AsyncProduceStrategy, buffer: ReplayBuffer, record: Record, display: Display) -> None:
-    """Train for ``record.settings.steps`` steps; whatever ends it, `record` holds what was done."""
-    settings = record.settings
-    base_rng, engine_rng, prompt_rng = map(np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(3))
-    async with Heartbeat(record):
-        base = BaseModel(base_rng)
-        for done in range(0, settings.base_steps, BASE_STRIDE):
-            record.pretrained = done / settings.base_steps
-            display.update(record)
-            await asyncio.to_thread(base.train, min(BASE_STRIDE, settings.base_steps - done))
-        trainer = Trainer(base.parameters)
-        sampler = CountingSampler(buffer, settings.group_size, prompt_rng)
-        try:
-            async with Engine(base.parameters, engine_rng) as engine:
-                agent_loop = CountingAgentLoop(engine)
-                for train_step in range(1, settings.steps + 1):
-                    began = time.perf_counter_ns()
-                    expired = await buffer.refresh_staleness(train_step)
-                    elapsed_us = (time.perf_counter_ns() - began) / 1e3
-                    record.refreshes.append((elapsed_us, expired.get(TASK, 0)))
-                    record.groups_expired += expired.get(TASK, 0)
-
-                    began, engine_tokens = time.perf_counter_ns(), engine.generated_tokens
-                    engine.resume()
-                    try:
-                        report = await strategy.produce_batch(
-                            agent_loop=agent_loop,
-                            sampler=sampler,
-                            buffer=buffer,
-                            batch_size=BATCH_GROUPS,
-                            task_name=TASK,
-                            train_step=train_step,
-                            model_step=engine.model_step,
-                        )
-                    finally:
-                        record.generation_s += (time.perf_counter_ns() - began) / 1e9
-                        record.generated_tokens += engine.generated_tokens - engine_tokens
-                        record.groups_rerolled = sampler.drawn[Status.EXPIRED]
-                        record.groups_continued = sampler.drawn[Status.ABORTED]
-                    record.groups_expired += report.expired
-
-                    batch = await buffer.take_train_batch({TASK: BATCH_GROUPS}, train_step=train_step)
-                    record.add_batch(batch[TASK], batch.trainable_tokens, train_step)
-                    await asyncio.to_thread(trainer.step, batch[TASK], batch.trainable_tokens)
-                    if train_step % settings.sync_weights_interval == 0:
-                        engine.load_weights(trainer.parameters, train_step)
-                    record.ledger = buffer.ledger()
-                    display.update(record)
-        finally:
-            record.ledger = buffer.ledger()
-            record.ended = time.perf_counter()
-
-
-async def run(
-    settings: Settings, strategy: AsyncProduceStrategy, buffer: ReplayBuffer, display: Display
-) -> tuple[Record, bool]:
-    """Train until done or interrupted (SIGINT).
+class Run:
+    """A run, new or continued.
 
     Parameters
     ----------
+    settings : Settings
+    directory : RunDirectory, optional
+        Where the run is kept. What it holds is continued.
+
+    Attributes
+    ----------
+    record : Record
+        What was done, by earlier processes too.
     strategy, buffer
-        What ``settings.build()`` gave.
+        Producer, and where its groups wait. There is none of them once the run is finished.
+    trainer, engine : Trainer, Engine
+        There once :meth:`prepare` is done.
 
-    Returns
-    -------
-    Record, bool
-        What was done, and whether it was interrupted. A second SIGINT raises KeyboardInterrupt.
+    Raises
+    ------
+    ValueError
+        For a setting out of range, and for a directory that cannot be used; see :class:`RunDirectory`.
+    OSError
+        If the file system refuses.
     """
-    record = Record(settings)
-    training = asyncio.create_task(train(strategy, buffer, record, display), name="train")
-    loop = asyncio.get_running_loop()
 
-    def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        training.cancel()
+    def __init__(self, settings: Settings, directory: RunDirectory | None = None) -> None:
+        self.settings = settings
+        self.directory = directory
+        saved = None if directory is None else directory.read(settings)
+        self.record = Record(settings) if saved is None else saved.record
+        self.finished = self.record.steps == settings.steps
+        if self.finished:
+            self.record.ended = time.perf_counter()
+            return
+        self._base_rng, self._engine_rng, prompt_rng = map(
+            np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(3)
+        )
+        journal = None if directory is None else directory.journal
+        self.strategy, self.buffer = settings.build(on_release=self.record.add_expired, journal=journal)
+        self.sampler = CountingSampler(self.buffer, settings.group_size, prompt_rng)
+        self.trainer: Trainer | None = None
+        self.engine: Engine | None = None
+        self._due = 0  # step of the next checkpoint
+        if saved is not None and directory is not None:
+            resumed = directory.resume(self.buffer)
+            self.sampler.load_state_dict(saved.sampler, resumed.finished.get(TASK, ()))
+            self.sampler.drawn.update({Status[name]: count for name, count in saved.drawn.items()})
+            self._forget_lost_versions(saved.model_step)
+            self.trainer = Trainer(saved.parameters)
+            self.trainer.adam.load(saved.adam, saved.adam_updates)
+            self._engine_rng.bit_generator.state = saved.engine_rng
+            self.engine = Engine(saved.served, self._engine_rng)
+            self.engine.model_step = saved.model_step
+            self.record.continued_after.append(self.record.steps)
+            self._due = self.record.steps + directory.every
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    try:
-        await asyncio.wait([training])
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-    if not training.cancelled():
-        training.result()
-    record.ended = record.ended or time.perf_counter()
-    return record, training.cancelled()
+    def _forget_lost_versions(self, model_step: int) -> None:
+        for status in (Status.ABORTED, Status.EXPIRED):
+            for group in self.buffer.sync.get(len(self.buffer), TASK, status):
+                forget_versions_after(group, model_step)
+                self.buffer.sync.put(group, TASK)
+
+    async def prepare(self, display: Display) -> None:
+        """Teach the base model, unless the run goes on from a checkpoint, and make trainer and engine."""
+        if self.engine is not None:
+            self.record.pretrained = 1.0
+            return
+        base, steps = BaseModel(self._base_rng), self.settings.base_steps
+        for done in range(0, steps, BASE_STRIDE):
+            self.record.pretrained = done / steps
+            display.update(self.record)
+            await asyncio.to_thread(base.train, min(BASE_STRIDE, steps - done))
+        self.trainer = Trainer(base.parameters)
+        self.engine = Engine(base.parameters, self._engine_rng)
+
+    async def train(self, groups: list[list[RolloutState]], trainable_tokens: int) -> None:
+        """Train the next step, in a thread, and note it. To be awaited to the end: half a step is none."""
+        trainer, engine, record = self._parts()
+        train_step = record.steps + 1
+        began, tokens = time.perf_counter(), engine.generated_tokens
+        await asyncio.to_thread(trainer.step, groups, trainable_tokens)
+        record.training_s += time.perf_counter() - began
+        record.tokens_beside_training += engine.generated_tokens - tokens
+        record.add_batch(groups, trainable_tokens, train_step)
+
+    @property
+    def publication_due(self) -> bool:
+        """Whether the interval says that the trainer's weights are to be served now."""
+        steps = self.record.steps
+        return steps % self.settings.sync_weights_interval == 0 and steps > self._parts()[1].model_step
+
+    def publish(self) -> None:
+        """Have the engine serve the trainer's weights from the next token on."""
+        trainer, engine, record = self._parts()
+        engine.load_weights(trainer.parameters, record.steps)
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether it is time to save."""
+        return self.directory is not None and self.record.steps >= min(self._due, self.settings.steps)
+
+    async def save(self) -> None:
+        """Save the run as it is. Nothing may be running: the state is taken down in several moments."""
+        if self.directory is None:
+            return
+        trainer, engine, record = self._parts()
+        began = time.perf_counter()
+        record.ledger = self.buffer.ledger()
+        drawn = {status.name: count for status, count in self.sampler.drawn.items()}
+        await self.directory.save(self.buffer, record, trainer, engine, self.sampler.state_dict(), drawn)
+        record.checkpoints.append(time.perf_counter() - began)
+        self._due = record.steps + self.directory.every
+
+    def _parts(self) -> tuple[Any, Any, Record]:
+        return self.trainer, self.engine, self.record

@@ -1,0 +1,385 @@
+"""What the buffer does, under its mutex: every operation up to the point where it has something to wait for.
+
+An operation comes back with its result and its :class:`~pystale.effects.Effects`; the faces of the buffer, and what
+else is built on it, wait for these in their own way.
+"""
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
+from pystale.batch import TrainBatch
+from pystale.disposal import collector_delayed
+from pystale.effects import Effects, OnRelease
+from pystale.group import AGEING, Group, read_group
+from pystale.history import Changes
+from pystale.journal import Journal
+from pystale.masks import masks_of, write_masks
+from pystale.payload import DumpRef, EncodedGroup, LoadRef
+from pystale.readiness import Waiter, Waiters
+from pystale.record import Record
+from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
+from pystale.staleness import checked_int
+from pystale.state import Status, as_status
+from pystale.store import AGEING_BITS, Store, status_bits
+from pystale.take import Claim
+from pystale.ticket import copied
+from pystale.writing import Writes
+
+__all__ = ["Operations"]
+
+logger = logging.getLogger("pystale")
+
+
+class Operations:
+    """The operations of one buffer: its store, the mutex that guards it, who waits, and what is kept on disk.
+
+    Every method is atomic, may be called from any thread, and runs to its end without waiting, but for those that
+    read and write checkpoints. The mutex is held for microseconds, never across I/O or a callback.
+
+    Parameters
+    ----------
+    new_store : callable
+        Makes an empty store.
+    on_release, journal, dump_ref, load_ref
+        See :class:`~pystale.ReplayBuffer`.
+    """
+
+    def __init__(
+        self,
+        new_store: Callable[[], Store],
+        *,
+        on_release: OnRelease | None = None,
+        journal: Journal | None = None,
+        dump_ref: DumpRef | None = None,
+        load_ref: LoadRef | None = None,
+    ) -> None:
+        self.journal = journal
+        self.lock = threading.Lock()
+        self.waiters = Waiters()
+        self.saves: list[SaveJob] = []
+        self._new_store = new_store
+        self._effects = functools.partial(Effects, journal, on_release)
+        self._dump_ref = dump_ref
+        self._load_ref = load_ref
+        self._use(new_store())
+
+    def _use(self, store: Store) -> None:
+        store.before_change = self._preserve
+        if self.journal is not None:
+            store.changes = Changes(store.train_step)
+        self.store = store
+
+    # Storing and ageing
+
+    def put(
+        self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
+    ) -> tuple[Status, Effects]:
+        checked_task_name(task_name)
+        if train_step is not None:
+            train_step = checked_int("train_step", train_step, at_least=1)
+        # Reading is the part that costs what the responses are long; it needs no lock.
+        self.store.settings(task_name)
+        arriving = read_group(
+            group,
+            task_name,
+            model_step=model_step,
+            train_step=train_step,
+            versions_required=self.store.missing_version == "error",
+        )
+        encoded = None if self.journal is None else encode_arriving(arriving, self._dump_ref)
+        effects = self._effects()
+        with self.lock:
+            self._check_journal()
+            status = self.store.put(arriving, train_step, effects.cleared)
+            effects.entry = self._record("put", encoded)
+            ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
+        _wake(ready)
+        return status, effects
+
+    def refresh(self, train_step: int, statuses: Iterable[Any] | None = None) -> tuple[dict[str, int], Effects]:
+        train_step = checked_int("train_step", train_step, at_least=1)
+        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
+        with collector_delayed(), self.lock:
+            return self._refresh(train_step, bits)
+
+    def _refresh(self, train_step: int, bits: int) -> tuple[dict[str, int], Effects]:
+        self._check_journal()
+        effects = self._effects()
+        moved = self.store.refresh(train_step, bits, effects.cleared)
+        effects.entry = self._record("refresh")
+        return moved, effects
+
+    # Handing out for continuation, and settling
+
+    def get(self, n: int, task_name: str, status: Any) -> list[Group]:
+        n, status = checked_int("n", n, at_least=0), as_status(status)
+        with self.lock:
+            self._check_journal()
+            self.store.settings(checked_task_name(task_name))
+            records = self.store.hand_out(task_name, status, n)
+        try:
+            # As long as the responses are, and so not under the mutex.
+            copies = [copied(record.states) for record in records]
+        except BaseException:
+            self._give_back(records)
+            raise
+        with self.lock:
+            for record, of_record in zip(records, copies, strict=True):
+                self.store.lend(record, of_record)
+        return [record.states for record in records]
+
+    def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
+        checked_outcome(outcome, OUTCOMES)
+        given = [list(group) for group in groups]
+        with self.lock:
+            names = [self.store.name_handed_out(group) for group in given]
+        arriving = [
+            read_group(group, task_name)._replace(group_id=group_id)
+            for group, (task_name, group_id) in zip(given, names, strict=True)
+        ]
+        if len(set(names)) < len(names):
+            raise ValueError("a group is given twice; it can be settled once")
+        with self.lock:
+            self._check_journal()
+            for group in given:
+                self.store.name_handed_out(group)
+            for read in arriving:
+                self.store.settle(read, outcome)
+            self._record("settle")
+
+    def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Effects:
+        checked_outcome(outcome, OUTCOMES[1:])
+        self.store.settings(checked_task_name(task_name))
+        arriving = read_group(group, task_name)
+        effects = self._effects()
+        with self.lock:
+            self._check_journal()
+            self.store.reject(arriving, outcome, effects.cleared)
+            effects.entry = self._record("reject")
+        return effects
+
+    # Taking for training
+
+    def claim_batch(self, sizes: Sizes, status: Any) -> Claim:
+        sizes, status = self._checked_sizes(sizes), as_status(status)
+        with self.lock:
+            self._check_journal()
+            claimed = self._claim(sizes, status)
+        return self._train(sizes, claimed, None, None)
+
+    def claim_train_batch(self, sizes: Sizes, train_step: int) -> tuple[Claim | None, Effects]:
+        """The claim, or None with what the refresh released, which has to be freed before trying again."""
+        sizes = self._checked_sizes(sizes)
+        train_step = checked_int("train_step", train_step, at_least=1)
+        with collector_delayed(), self.lock:
+            _, effects = self._refresh(train_step, AGEING_BITS)
+            if effects.cleared.states:
+                return None, effects
+            claimed = self._claim(sizes, Status.COMPLETED)
+        effects.cleared.free()
+        return self._train(sizes, claimed, train_step, effects.entry), effects
+
+    def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
+        """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
+        if self._short(sizes, status):
+            return []
+        return [record for task_name, n in sizes.items() for record in self.store.hand_out(task_name, status, n)]
+
+    def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None, entry: int | None) -> Claim:
+        """Book claimed records as a batch. Masks cost what responses are long, so they are made without the lock.
+
+        `entry` is the journal's of what came before; that of the batch itself, if there is one, comes later.
+        """
+        if not claimed and any(sizes.values()):
+            return Claim(TrainBatch({}, {}), [], [], Writes(), self._take_back, self.journal, entry)
+        groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
+        tokens = dict.fromkeys(sizes, 0)
+        try:
+            taken = [masks_of(record, train_step) for record in claimed]
+            with self.lock:
+                if self.saves:
+                    for record in claimed:
+                        self._preserve(record, True)
+                writes = write_masks(claimed, taken)
+                for record, of_record in zip(claimed, taken, strict=True):
+                    groups[record.task.name].append(record.states)
+                    tokens[record.task.name] += self.store.train(record, of_record)
+                entry = self._record("take") if claimed else entry
+        except BaseException:
+            self._give_back(claimed)
+            raise
+        return Claim(TrainBatch(groups, tokens), claimed, taken, writes, self._take_back, self.journal, entry)
+
+    def _give_back(self, claimed: list[Record]) -> None:
+        """Store records again that were claimed and that nobody got."""
+        with self.lock:
+            for record in claimed:
+                self.store.give_back(record)
+            ready = self.waiters.pop_ready(self._short)
+        _wake(ready)
+
+    def _take_back(self, claim: Claim) -> None:
+        """Undo a take whose caller gave up, or whose entry could not be written."""
+        claim.writes.undo()
+        encoded: list[EncodedGroup | None] = [None] * len(claim.records)
+        for position, record in enumerate(claim.records):
+            try:
+                group = encode(record, self._dump_ref)
+                encoded[position] = group if self._dump_ref is None else group.dump_references(self._dump_ref)
+            except Exception:
+                logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
+        with self.lock:
+            for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
+                if again is not None:
+                    self.store.untrain(record, taken)
+                    self._record("take back", again)
+            ready = self.waiters.pop_ready(self._short)
+        _wake(ready)
+
+    # Waiting and counting
+
+    def _checked_sizes(self, sizes: Any) -> dict[str, int]:
+        checked = checked_sizes(sizes)
+        for task_name in checked:
+            self.store.settings(task_name)  # here, and not when a put looks who can go on
+        return checked
+
+    def _short(self, sizes: Sizes, status: Status = Status.COMPLETED) -> bool:
+        return any(self.store.count(task_name, status) < n for task_name, n in sizes.items())
+
+    def is_ready(self, sizes: Sizes) -> bool:
+        sizes = self._checked_sizes(sizes)
+        with self.lock:
+            return not self._short(sizes)
+
+    def enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
+        """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
+        sizes = self._checked_sizes(sizes)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
+                raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__} {timeout!r}")
+            if not timeout >= 0:
+                raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; None waits without end")
+        with self.lock:
+            if self.journal is not None:
+                self.journal.check_open()
+            return self.waiters.add(sizes, wake) if self._short(sizes) else None
+
+    def dismiss(self, waiter: Waiter) -> None:
+        with self.lock:
+            self.waiters.discard(waiter)
+
+    def count(self, task_name: str, status: Any) -> int:
+        status = as_status(status)
+        with self.lock:
+            return self.store.count(task_name, status)
+
+    def count_statuses(self, task_names: Iterable[str], statuses: Iterable[Any]) -> dict[str, dict[Status, int]]:
+        pools = [as_status(status) for status in statuses]
+        with self.lock:
+            return {name: {status: self.store.count(name, status) for status in pools} for name in task_names}
+
+    def ledger(self) -> dict[str, Any]:
+        with self.lock:
+            return self.store.ledger.as_dict()
+
+    def __len__(self) -> int:
+        with self.lock:
+            return len(self.store.records)
+
+    # The journal
+
+    def _check_journal(self) -> None:
+        """Raise, before anything changes, where what changes could not be recorded. Called under the lock."""
+        if self.journal is not None:
+            self.journal.check()
+
+    def _record(self, op: str, group: EncodedGroup | None = None) -> int | None:
+        """Append what the store was told to do since the last call; the one place where that happens.
+
+        Called under the lock, so that entries have the order of what they tell. Returns the number of an entry that
+        has to be on disk before the caller is answered.
+        """
+        changes, journal = self.store.changes, self.journal
+        if changes is None or journal is None:
+            return None
+        done = changes.envelope(op, self.store)
+        if done is None:
+            return None
+        envelope, has_group, waits = done
+        number = journal.append(envelope, group if has_group else None)
+        return number if waits else None
+
+    def close(self) -> None:
+        """Blocks until the journal is written."""
+        if self.journal is not None:
+            self.journal.close()
+
+    # Checkpoints
+
+    def _preserve(self, record: Record, leaving: bool) -> None:
+        """Called under the lock before a record changes or leaves: running saves write it as it was."""
+        for job in self.saves:
+            job.preserve(record, leaving)
+
+    def start_save(self, directory: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> SaveJob:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"extra must be a mapping, got {type(extra).__name__}")
+        with self.lock:
+            if self.journal is not None:
+                self.journal.check_open()
+            job = SaveJob(directory, self.store, self.lock, self._dump_ref, self.journal, extra)
+            self.saves.append(job)
+            return job
+
+    def run_save(self, job: SaveJob) -> None:
+        """Blocks until the checkpoint is written."""
+        try:
+            job.run()
+        finally:
+            with self.lock:
+                self.saves.remove(job)
+
+    def resume(
+        self, directory: str | os.PathLike[str] | None, undo_takes: bool, cancelled: Callable[[], bool]
+    ) -> Resumed:
+        """Blocks until all is read. Loads nothing if it is `cancelled` by then."""
+        self._refuse_resume()
+        store, resumed, reading = load(
+            directory, self._new_store, load_ref=self._load_ref, journal=self.journal, undo_takes=undo_takes
+        )
+        if reading is not None:
+            self._refuse_resume()
+            reading.finish()
+        with self.lock:
+            if cancelled():
+                return resumed
+            self._refuse_resume()
+            self._use(store)
+            if reading is not None:
+                reading.open()
+            if undo_takes and store.changes is not None:
+                store.changes.undo_takes()
+            entry = self._record("resume")
+            ready = self.waiters.pop_ready(self._short)
+        _wake(ready)
+        if entry is not None and self.journal is not None:
+            self.journal.wait(entry)
+        return resumed
+
+    def _refuse_resume(self) -> None:
+        store = self.store
+        if store.records or store.tickets or store.ledger.produced:
+            raise ValueError("resume needs a buffer that has never held a group; make a new one")
+
+
+def _wake(ready: list[Waiter]) -> None:
+    for waiter in ready:
+        waiter.wake()
