@@ -32,6 +32,29 @@ Summaries = list[RolloutState]
 _KEPT = "pystale.ray"  # where the bookings are in the checkpoint's extra
 
 
+def checked_settings(rule: Any, settings: Mapping[str, Any]) -> None:
+    """Raise what the actor would raise for its settings.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a setting that is unknown or not allowed.
+    """
+    of_buffer = dict(settings)
+    checked_bound(of_buffer.pop("max_groups", None), of_buffer.pop("batch_groups", None))
+    checked_int("checkpoint_entries", of_buffer.pop("checkpoint_entries", 1), at_least=1)
+    for name in ("lease_s", "grace_s"):
+        seconds = of_buffer.pop(name, 1.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"{name} must be a number of seconds, got {type(seconds).__name__} {seconds!r}")
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+    unknown = of_buffer.keys() - {"order", "tail_batch_trigger_size", "max_rerolls", "journal_delay"}
+    if unknown:
+        raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}; see ReplayBufferActor for those there are")
+    ReplayBuffer(rule, **of_buffer)
+
+
 class ReplayBufferActor:
     """Ray actor that holds a :class:`~pystale.ReplayBuffer` of summaries; :meth:`RayReplayBuffer.start` starts it.
 

@@ -200,7 +200,7 @@ class Bookings:
         """What :meth:`as_dict` gave."""
         bookings = cls()
         for client, numbers in content["answers"]:
-            bookings.answers[client] = {number: answer for number, answer in numbers}
+            bookings.answers[client] = dict(numbers)
         for task_name, group_id, token in content["lent"]:
             bookings.lent[task_name, group_id] = token
         for saved in content["batches"]:

@@ -5,7 +5,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError
@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
 from pystale.group import Arriving, Group, read_group
-from pystale.integrations.ray.actor import ReplayBufferActor
+from pystale.integrations.ray.actor import ReplayBufferActor, checked_settings
 from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, ON_THREAD, Answers
@@ -26,6 +26,8 @@ from pystale.waiting import finished
 from pystale.writing import write_arrival
 
 __all__ = ["BlockingRayReplayBuffer", "RayReplayBuffer"]
+
+Buffer = TypeVar("Buffer", bound="RayReplayBuffer")
 
 # Thousands of producers may wait for room at once, and none of them may keep a take from coming in.
 CALLS_AT_ONCE = 100_000
@@ -107,9 +109,7 @@ class _Methods:
     async def ask(self, method: str, *arguments: Any) -> Any:
         return await self.answers.one(getattr(self.client.actor, method).remote(*arguments))
 
-    async def put(
-        self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
-    ) -> Status:
+    async def put(self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None) -> Status:
         client = self.client
         checked_task_name(task_name)
         client.rule(task_name)
@@ -181,7 +181,9 @@ class _Methods:
                 wanted.setdefault(name.rpartition("/")[0], []).append(name)
         found: dict[str | None, Any] = {None: None}
         for keeper, names in wanted.items():
-            found.update(zip(names, await self.answers.one(self.client.keepers[keeper].refs.remote(names)), strict=True))
+            found.update(
+                zip(names, await self.answers.one(self.client.keepers[keeper].refs.remote(names)), strict=True)
+            )
         missing = [name for name, ref in found.items() if name is not None and ref is None]
         if missing:
             raise PayloadsLost(f"{len(missing)} payloads are gone with their keeper, the first is {missing[0]!r}")
@@ -222,7 +224,9 @@ def _read(
     arriving = read_group(group, task_name, model_step=model_step, train_step=train_step)
     for position, state in enumerate(arriving.states):
         if type(state) is not RolloutState:
-            raise TypeError(f"member {position} is a {type(state).__name__}; this buffer takes RolloutState objects only")
+            raise TypeError(
+                f"member {position} is a {type(state).__name__}; this buffer takes RolloutState objects only"
+            )
     return arriving
 
 
@@ -264,7 +268,7 @@ class RayReplayBuffer:
 
     @classmethod
     def start(
-        cls,
+        cls: type[Buffer],
         rule: StalenessRule | Mapping[str, StalenessRule],
         *,
         directory: str | os.PathLike[str],
@@ -275,7 +279,7 @@ class RayReplayBuffer:
         trainer: str = "trainer",
         acknowledge: bool = True,
         **settings: Any,
-    ) -> "RayReplayBuffer":
+    ) -> Buffer:
         """Start the actor, and a keeper on every node that is alive now.
 
         Parameters
@@ -300,8 +304,10 @@ class RayReplayBuffer:
         TypeError, ValueError
             For a setting that is not allowed.
         """
+        checked_settings(rule, settings)  # here, where the caller sees what is wrong
         keepers = {}
-        for node in ray.nodes():
+        nodes: Any = ray.nodes
+        for node in nodes():
             if node["Alive"]:
                 keepers[node["NodeID"]] = (
                     ray.remote(PayloadKeeper)
@@ -329,13 +335,22 @@ class RayReplayBuffer:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
             **(actor_options or {}),
         }
-        actor = ray.remote(ReplayBufferActor).options(**options).remote(os.path.abspath(directory), keepers, rule, **settings)
+        actor = (
+            ray.remote(ReplayBufferActor)
+            .options(**options)
+            .remote(os.path.abspath(directory), keepers, rule, **settings)
+        )
         return cls(actor, trainer=trainer, acknowledge=acknowledge)
 
     @classmethod
     def connect(
-        cls, name: str, namespace: str | None = None, *, trainer: str = "trainer", acknowledge: bool = True
-    ) -> "RayReplayBuffer":
+        cls: type[Buffer],
+        name: str,
+        namespace: str | None = None,
+        *,
+        trainer: str = "trainer",
+        acknowledge: bool = True,
+    ) -> Buffer:
         """A buffer that another process started under this name."""
         return cls(ray.get_actor(name, namespace), trainer=trainer, acknowledge=acknowledge)
 
@@ -356,6 +371,11 @@ class RayReplayBuffer:
     def actor(self) -> Any:
         """Handle of the actor."""
         return self._client.actor
+
+    @property
+    def client_id(self) -> str:
+        """What the actor knows this process by."""
+        return self._client.id
 
     @property
     def keepers(self) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Keepers own the payloads of a node, so that these outlive the producer that made them."""
 
 import itertools
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -82,6 +83,10 @@ class PayloadKeeper:
         self.release(stale)
         self.confirm(names)
         return sorted(names - self._refs.keys())
+
+    def pid(self) -> int:
+        """Process of the keeper."""
+        return os.getpid()
 
     def count(self) -> int:
         """Payloads kept."""

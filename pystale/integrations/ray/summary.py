@@ -65,7 +65,7 @@ def _summary(state: RolloutState, steps: Any, tokens: int, name: str | None) -> 
     )
     if state.response_mask is not None:
         mask: Any = state.response_mask
-        summary.response_mask = mask_runs(mask)
+        summary.response_mask = mask_runs(mask)  # type: ignore[assignment]
     if state.input_ids is not None or state.labels is not None:
         summary.input_ids = []  # says that the token rule does not apply
     return summary
@@ -87,9 +87,7 @@ def names_of(states: Iterable[RolloutState]) -> Iterable[str]:
             yield state.mm_info
 
 
-def assembled(
-    summaries: Sequence[RolloutState], prompts: Payload, responses: Payload | None
-) -> list[RolloutState]:
+def assembled(summaries: Sequence[RolloutState], prompts: Payload, responses: Payload | None) -> list[RolloutState]:
     """States of summaries, with what of them stayed behind.
 
     A member that was reset has what resetting leaves it, whatever its payload holds.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,3 +189,229 @@ def test_a_state_of_the_actor_survives_a_kill_after_a_checkpoint(start: Any) -> 
     assert [s.rollout_id for s in again.responses] == [s.rollout_id for s in taken.responses]
     assert balanced(buffer.ledger())
     assert buffer.ledger()["in_flight"] == 0
+
+
+class Process:
+    """A producer or trainer in a process of its own; an actor of Ray."""
+
+    def __init__(self, buffer: RayReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def put(self, first: int, count: int, train_step: int = 5) -> int:
+        for number in range(first, first + count):
+            self.buffer.sync.put(group_of(number, [3, 4]), train_step=train_step)
+        return count
+
+    def get(self, n: int, status: Status) -> list[Any]:
+        self.held = self.buffer.sync.get(n, "default", status)
+        return [group[0].group_id for group in self.held]
+
+    def client(self) -> str:
+        return self.buffer.client_id
+
+    def put_back(self, train_step: int) -> list[Status]:
+        return [self.buffer.sync.put(group, train_step=train_step) for group in self.held]
+
+    def take(self, n: int, train_step: int) -> list[Any]:
+        self.batch = self.buffer.sync.take_train_batch({"default": n}, train_step=train_step)
+        return [state.rollout_id for state in self.batch.responses]
+
+
+@pytest.fixture
+def process(cluster: None) -> Iterator[Any]:
+    """Starts processes with a client of a buffer, and ends them after the test."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    started: list[Any] = []
+
+    def process(buffer: RayReplayBuffer) -> Any:
+        started.append(ray.remote(Process).options(num_cpus=0).remote(buffer))
+        return started[-1]
+
+    yield process
+    for handle in started:
+        ray.kill(handle)
+
+
+def kill(handle: Any) -> None:
+    os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
+
+
+def test_puts_go_on_through_kills_of_the_actor_and_none_is_lost_or_twice(start: Any, process: Any) -> None:
+    buffer = start(checkpoint_entries=40)
+    producers = [process(buffer) for _ in range(2)]
+    puts = [producer.put.remote(100 * i, 60) for i, producer in enumerate(producers)]
+    for _ in range(2):
+        stored = len(buffer)
+        assert becomes(True, lambda stored=stored: len(buffer) > min(stored + 10, 119))
+        kill_actor(buffer)
+    assert ray.get(puts) == [60, 60]
+    assert len(buffer) == 120
+    assert buffer.ledger()["produced"] == buffer.ledger()["stored"] == 480
+    seen: list[Any] = []
+    for train_step in range(5, 11):
+        if train_step in (6, 8):
+            kill_actor(buffer)
+        batch = buffer.sync.take_train_batch({"default": 20}, train_step=5)
+        assert all(state.prompt_ids[2] == state.group_id for state in batch.responses), "each has its own payload"
+        seen += [group[0].group_id for group in batch["default"]]
+    assert sorted(seen) == [*range(60), *range(100, 160)]
+    assert balanced(buffer.ledger())
+    buffer.sync.acknowledge(5)
+    assert becomes(0, lambda: payloads(buffer))
+
+
+def test_the_payloads_of_a_killed_producer_are_there(start: Any, process: Any) -> None:
+    buffer = start()
+    producer = process(buffer)
+    ray.get(producer.put.remote(0, 3))
+    kill(producer)
+    batch = buffer.sync.take_train_batch({"default": 3}, train_step=5)
+    assert [state.response_ids for state in batch.responses] == [[0, 1]] * 6
+
+
+def test_what_a_killed_producer_was_generating_is_stored_again(start: Any, process: Any) -> None:
+    buffer = start(lease_s=2.0)
+    ray.get(process(buffer).put.remote(0, 2))
+    buffer.sync.refresh_staleness(7)
+    producer = process(buffer)
+    assert ray.get(producer.get.remote(2, Status.EXPIRED)) == [0, 1]
+    assert len(buffer) == 0
+    time.sleep(3.0)
+    assert len(buffer) == 0, "a producer that lives keeps what it has"
+    kill(producer)
+    assert becomes(2, lambda: buffer.sync.count("default", Status.EXPIRED))
+    assert balanced(buffer.ledger())
+    groups = buffer.sync.get(2, "default", Status.EXPIRED)
+    assert [group[0].rerolls for group in groups] == [2, 2]
+
+
+def test_what_is_handed_out_comes_back_though_the_actor_was_killed_meanwhile(start: Any, process: Any) -> None:
+    buffer = start()
+    buffer.sync.put(group_of(0, [3, 4]), train_step=5)
+    producer = process(buffer)
+    assert ray.get(producer.get.remote(1, Status.COMPLETED)) == [0]
+    kill_actor(buffer)
+    assert ray.get(producer.put_back.remote(5)) == [Status.COMPLETED]
+    assert len(buffer) == 1
+    assert balanced(buffer.ledger())
+
+
+def test_a_group_that_comes_back_after_it_was_given_to_another_is_dropped(start: Any, process: Any) -> None:
+    buffer = start()
+    buffer.sync.put(group_of(0, [3, 4]), train_step=5)
+    slow = process(buffer)
+    assert ray.get(slow.get.remote(1, Status.COMPLETED)) == [0]
+    buffer.actor.leave.remote(ray.get(slow.client.remote()))  # as if nothing was heard of it
+    assert becomes(1, lambda: len(buffer))
+    (group,) = buffer.sync.get(1)
+    assert ray.get(slow.put_back.remote(5)) == [Status.EXPIRED]
+    assert len(buffer) == 0
+    assert buffer.sync.put(group, train_step=5) is Status.COMPLETED
+    assert buffer.ledger()["produced"] == 4
+    assert becomes(2, lambda: payloads(buffer))
+
+
+def test_a_trainer_killed_between_take_and_train_gets_the_same_batch(start: Any, process: Any) -> None:
+    buffer = start(StalenessRule(max_staleness=5))
+    ray.get(process(buffer).put.remote(0, 4))
+    trainer = process(buffer)
+    taken = ray.get(trainer.take.remote(2, 5))
+    kill(trainer)
+    trainer = process(buffer)
+    assert ray.get(trainer.take.remote(2, 5)) == taken
+    following = ray.get(trainer.take.remote(2, 6))
+    assert not set(following) & set(taken)
+    assert buffer.sync.unacknowledged() == [6]
+    assert balanced(buffer.ledger())
+
+
+def test_groups_whose_keeper_was_killed_are_booked_as_lost_and_never_trained(start: Any) -> None:
+    buffer = start()
+    for number in range(3):
+        buffer.sync.put(group_of(number, [3, 4]), train_step=5)
+    (keeper,) = buffer.keepers.values()
+    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+    assert not buffer.sync.take_train_batch({"default": 1}, train_step=5)
+    assert buffer.ledger()["discarded"] == {"lost": 12}
+    assert buffer.ledger()["trained"] == 0
+    assert balanced(buffer.ledger())
+    buffer.sync.put(group_of(7, [4, 4]), train_step=5)
+    assert buffer.sync.take_train_batch({"default": 1}, train_step=5).trainable_tokens == 4
+
+
+def test_puts_wait_for_room_and_takes_make_it(start: Any, process: Any) -> None:
+    buffer = start(max_groups=2, batch_groups=2)
+    putting = process(buffer).put.remote(0, 6)
+    assert becomes(1, lambda: report(buffer)["waiting"])
+    assert len(buffer) == 2
+    for train_step in (5, 6, 7):
+        assert buffer.sync.wait_ready({"default": 2}, timeout=60)
+        batch = buffer.sync.take_train_batch({"default": 2}, train_step=5)
+        assert len(batch["default"]) == 2, train_step
+    assert ray.get(putting) == 6
+    with pytest.raises(ValueError, match="a batch of 3 groups of task 'default' is never there"):
+        buffer.sync.take_train_batch({"default": 3}, train_step=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_groups": 7, "batch_groups": 8}, "max_groups is 7, and a batch holds 8 groups"),
+        ({"max_groups": {"a": 9, "b": 3}, "batch_groups": {"a": 8, "b": 4}}, "max_groups of task 'b' is 3"),
+        ({"max_groups": 0}, "max_groups must be at least 1"),
+        ({"lease_s": 0}, "lease_s must be a positive number of seconds"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    start: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(**settings)
+
+
+def test_a_payload_whose_put_never_came_is_let_go(start: Any) -> None:
+    buffer = start(grace_s=1.0)
+    (keeper,) = buffer.keepers.values()
+    buffer.sync.put(group_of(0, [3, 4]), train_step=5)
+    ray.get(keeper.keep.remote("nobody/0", [], []))
+    assert payloads(buffer) == 4
+    assert becomes(2, lambda: payloads(buffer))
+    assert len(buffer.sync.take_train_batch({"default": 1}, train_step=5)["default"]) == 1
+
+
+def test_what_cannot_be_put_is_said_and_leaves_no_payload(start: Any) -> None:
+    buffer = start()
+    buffer.sync.put(group_of(0, [3, 4]), train_step=5)
+    with pytest.raises(ValueError, match="group 0 of task 'default' is stored already"):
+        buffer.sync.put(group_of(0, [3, 4]), train_step=5)
+    with pytest.raises(ValueError, match="model step 4 is in the future of train_step 4"):
+        buffer.sync.put(group_of(1, [3, 4]), train_step=4)
+    with pytest.raises(ValueError, match="2 response tokens have no model step"):
+        buffer.sync.put([RolloutState(response_ids=[1, 2], status=Status.COMPLETED)])
+    assert becomes(2, lambda: payloads(buffer))
+
+
+def test_a_wait_is_woken_by_a_put(start: Any) -> None:
+    buffer = start()
+
+    async def main() -> tuple[bool, bool]:
+        early = await buffer.wait_ready({"default": 1}, timeout=0.05)
+        waiting = asyncio.ensure_future(buffer.wait_ready({"default": 1}))
+        await asyncio.sleep(0.2)
+        await buffer.put(group_of(0, [3, 4]), train_step=5)
+        return early, await waiting
+
+    assert asyncio.run(main()) == (False, True)
+
+
+def test_ranks_fetch_their_share_of_a_batch(start: Any) -> None:
+    buffer = start()
+    for number in range(4):
+        buffer.sync.put(group_of(number, [3, 4]), train_step=5)
+    batch = buffer.sync.take_refs({"default": 4}, train_step=5)
+    shares = [buffer.sync.fetch(batch, rank, 2) for rank in range(2)]
+    assert [[group[0].group_id for group in share["default"]] for share in shares] == [[0, 2], [1, 3]]
+    assert sum(share.trainable_tokens for share in shares) == batch.trainable_tokens
