@@ -33,6 +33,11 @@ Buffer = TypeVar("Buffer", bound="RayReplayBuffer")
 CALLS_AT_ONCE = 100_000
 
 
+def keeper_of(node_id: str) -> str:
+    """Name of the keeper of a node: short, since every payload is named after it."""
+    return node_id[:12]
+
+
 class _Client:
     """The connection of a process: its id, its calls, and what was handed out to it."""
 
@@ -47,7 +52,7 @@ class _Client:
         self.order = settings["order"]
         self.max_rerolls: int | None = settings["max_rerolls"]
         self.keepers: dict[str, Any] = settings["keepers"]
-        here = ray.get_runtime_context().get_node_id()
+        here = keeper_of(ray.get_runtime_context().get_node_id())
         # A node that came later has none; any other does, and then payloads cross the network once more.
         self.keeper = here if here in self.keepers else min(self.keepers)
         self.leases: dict[tuple[str, Any], str] = {}
@@ -309,14 +314,14 @@ class RayReplayBuffer:
         nodes: Any = ray.nodes
         for node in nodes():
             if node["Alive"]:
-                keepers[node["NodeID"]] = (
+                keepers[keeper_of(node["NodeID"])] = (
                     ray.remote(PayloadKeeper)
                     .options(
                         num_cpus=0,
                         max_restarts=-1,
                         max_task_retries=-1,
                         lifetime=lifetime,
-                        name=name and f"{name}-keeper-{node['NodeID'][:12]}",
+                        name=name and f"{name}-keeper-{keeper_of(node['NodeID'])}",
                         namespace=namespace,
                         # Soft: a keeper whose node is gone starts empty somewhere else, and calls to it get an answer.
                         scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=True),

@@ -45,20 +45,22 @@ def summaries_of(arriving: Arriving, name: str | None) -> list[RolloutState]:
 
     Without payloads, of a group that is only to be counted, tokens without a step get one.
     """
+    # One object for all members: it is sent, and held, once.
+    names = ("", None) if name is None else (f"{name}.r", f"{name}.p")
     return [
-        _summary(state, steps, member.tokens, name)
+        _summary(state, steps, member.tokens, *names)
         for state, steps, member in zip(arriving.states, arriving.steps, arriving.members, strict=True)
     ]
 
 
-def _summary(state: RolloutState, steps: Any, tokens: int, name: str | None) -> RolloutState:
+def _summary(state: RolloutState, steps: Any, tokens: int, response: str, prompt: str | None) -> RolloutState:
     runs = ModelSteps() if steps is None else steps if type(steps) is ModelSteps else ModelSteps.from_list(steps)
     if len(runs) != tokens:
         runs = ModelSteps.from_runs([(0, tokens)])
     summary = RolloutState(
         status=as_status(state.status),
-        response="" if name is None else f"{name}.r",
-        mm_info=None if name is None else f"{name}.p",
+        response=response,
+        mm_info=prompt,
         response_model_steps=runs,
         reward=float(state.reward) if isinstance(state.reward, Real) else None,
         **{field: _plain(getattr(state, field)) for field in _SUMMARY},

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,8 @@ import pytest
 from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 
 ray = pytest.importorskip("ray")
+from ray._private.internal_api import memory_summary  # noqa: E402
+
 from pystale.integrations.ray import RayReplayBuffer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -82,6 +85,12 @@ def becomes(value: Any, of: Any, seconds: float = 30.0) -> bool:
 def balanced(ledger: dict[str, Any]) -> bool:
     uses = ("trained", "masked_stale", "masked_semantic", "stored", "in_flight")
     return ledger["produced"] == sum(ledger[name] for name in uses) + sum(ledger["discarded"].values())
+
+
+def objects_of_ray() -> int:
+    """Objects in the object store, by Ray's own report."""
+    found = re.search(r"Plasma memory usage [^,]*, (\d+) objects", memory_summary(stats_only=True))
+    return int(found[1]) if found else -1
 
 
 def kill_actor(buffer: RayReplayBuffer) -> None:
@@ -205,6 +214,15 @@ class Process:
             self.buffer.sync.put(group_of(number, [3, 4]), train_step=train_step)
         return count
 
+    def take_all(self, n: int) -> list[Any]:
+        seen: list[Any] = []
+        while batch := self.buffer.sync.take_train_batch({"default": n}, train_step=5):
+            for (group,) in zip(batch["default"], strict=True):
+                if any(state.prompt_ids[2] != state.group_id for state in group):
+                    raise RuntimeError(f"group {group[0].group_id} has the payload of another")
+                seen.append(group[0].group_id)
+        return seen
+
     def get(self, n: int, status: Status) -> list[Any]:
         self.held = self.buffer.sync.get(n, "default", status)
         return [group[0].group_id for group in self.held]
@@ -241,6 +259,7 @@ def kill(handle: Any) -> None:
 
 def test_puts_go_on_through_kills_of_the_actor_and_none_is_lost_or_twice(start: Any, process: Any) -> None:
     buffer = start(checkpoint_entries=40)
+    objects = objects_of_ray()
     producers = [process(buffer) for _ in range(2)]
     puts = [producer.put.remote(100 * i, 60) for i, producer in enumerate(producers)]
     for _ in range(2):
@@ -250,17 +269,16 @@ def test_puts_go_on_through_kills_of_the_actor_and_none_is_lost_or_twice(start: 
     assert ray.get(puts) == [60, 60]
     assert len(buffer) == 120
     assert buffer.ledger()["produced"] == buffer.ledger()["stored"] == 480
-    seen: list[Any] = []
-    for train_step in range(5, 11):
-        if train_step in (6, 8):
-            kill_actor(buffer)
-        batch = buffer.sync.take_train_batch({"default": 20}, train_step=5)
-        assert all(state.prompt_ids[2] == state.group_id for state in batch.responses), "each has its own payload"
-        seen += [group[0].group_id for group in batch["default"]]
-    assert sorted(seen) == [*range(60), *range(100, 160)]
+    taking = process(buffer).take_all.remote(4)
+    for left in (100, 60):
+        assert becomes(True, lambda left=left: len(buffer) <= left)
+        kill_actor(buffer)
+    assert sorted(ray.get(taking)) == [*range(60), *range(100, 160)]
     assert balanced(buffer.ledger())
+    assert buffer.ledger()["trained"] == 240
     buffer.sync.acknowledge(5)
     assert becomes(0, lambda: payloads(buffer))
+    assert becomes(objects, objects_of_ray), "nothing is left in Ray's object store"
 
 
 def test_the_payloads_of_a_killed_producer_are_there(start: Any, process: Any) -> None:
