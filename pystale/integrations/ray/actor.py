@@ -65,8 +65,10 @@ class ReplayBufferActor:
     directory : path
         Of the checkpoint and, in ``journal``, the journal. What is there is resumed. It has to be there, too, where
         the actor is started anew.
-    keepers : dict of str to ActorHandle
-        Keepers by name.
+    keepers : mapping of str to str
+        Names of the keepers' actors.
+    namespace : str
+        Where these names are known.
     max_groups : int or mapping of str to int, optional
         Bound on the COMPLETED groups of a task. A put of one more waits until there is room.
     batch_groups : int or mapping of str to int, optional
@@ -84,7 +86,8 @@ class ReplayBufferActor:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        keepers: Mapping[str, Any],
+        keepers: Mapping[str, str],
+        namespace: str,
         rule: StalenessRule | Mapping[str, StalenessRule],
         *,
         max_groups: int | Mapping[str, int] | None = None,
@@ -95,7 +98,7 @@ class ReplayBufferActor:
         **settings: Any,
     ) -> None:
         self._directory = Path(directory)
-        self._keepers = dict(keepers)
+        self._keepers: dict[str, Any] = {key: ray.get_actor(name, namespace) for key, name in keepers.items()}
         self._lease_s, self._grace_s = lease_s, grace_s
         self._room = Room(self._count_completed, checked_bound(max_groups, batch_groups))
         self._bookings = Bookings()
@@ -482,6 +485,7 @@ class ReplayBufferActor:
         """For tests and people: process, and what it holds."""
         return {
             "pid": os.getpid(),
+            "cpu_s": time.process_time(),
             "payloads": len(self._holders),
             "lent": len(self._lent),
             "batches": len(self._bookings.batches),

@@ -265,6 +265,7 @@ class RayReplayBuffer:
         self._client = _Client(actor, trainer, acknowledge)
         self._methods = _Methods(self._client, IN_EVENT_LOOP)
         self.sync = BlockingRayReplayBuffer(self._client)
+        self._started: list[Any] = []
         self.order = self._client.order
         self.max_rerolls = self._client.max_rerolls
 
@@ -310,18 +311,23 @@ class RayReplayBuffer:
             For a setting that is not allowed.
         """
         checked_settings(rule, settings)  # here, where the caller sees what is wrong
+        namespace = namespace or ray.get_runtime_context().namespace
+        prefix = name or f"pystale-{uuid.uuid4().hex[:12]}"
+        started: list[Any] = []
         keepers = {}
         nodes: Any = ray.nodes
         for node in nodes():
             if node["Alive"]:
-                keepers[keeper_of(node["NodeID"])] = (
+                keeper = keeper_of(node["NodeID"])
+                keepers[keeper] = f"{prefix}-keeper-{keeper}"
+                started.append(
                     ray.remote(PayloadKeeper)
                     .options(
                         num_cpus=0,
                         max_restarts=-1,
                         max_task_retries=-1,
                         lifetime=lifetime,
-                        name=name and f"{name}-keeper-{keeper_of(node['NodeID'])}",
+                        name=keepers[keeper],
                         namespace=namespace,
                         # Soft: a keeper whose node is gone starts empty somewhere else, and calls to it get an answer.
                         scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=True),
@@ -343,9 +349,13 @@ class RayReplayBuffer:
         actor = (
             ray.remote(ReplayBufferActor)
             .options(**options)
-            .remote(os.path.abspath(directory), keepers, rule, **settings)
+            # Keepers by name: a handle would be an object in the store, and the actor could not be started anew once
+            # this process is gone.
+            .remote(os.path.abspath(directory), keepers, namespace, rule, **settings)
         )
-        return cls(actor, trainer=trainer, acknowledge=acknowledge)
+        buffer = cls(actor, trainer=trainer, acknowledge=acknowledge)
+        buffer._started = started  # an actor that is not detached ends with the handle it was made with
+        return buffer
 
     @classmethod
     def connect(

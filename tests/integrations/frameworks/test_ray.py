@@ -89,8 +89,13 @@ def balanced(ledger: dict[str, Any]) -> bool:
 
 def objects_of_ray() -> int:
     """Objects in the object store, by Ray's own report."""
-    found = re.search(r"Plasma memory usage [^,]*, (\d+) objects", memory_summary(stats_only=True))
-    return int(found[1]) if found else -1
+    found = re.search(
+        r"Plasma memory usage [^,]*, (\d+) objects",
+        memory_summary(ray.get_runtime_context().gcs_address, stats_only=True),
+    )
+    if found is None:
+        raise RuntimeError("Ray's report says nothing of its object store")
+    return int(found[1])
 
 
 def kill_actor(buffer: RayReplayBuffer) -> None:
