@@ -10,7 +10,6 @@
 #endif
 
 #include <cstdint>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -83,14 +82,11 @@ struct Argument {
     ListCursor cursor;
     Column column;  // of every kind, except an array whose number of axes is not 1
 
-    // For the next object.
-    void clear() noexcept {
-        this->~Argument();
-        new (this) Argument();
-    }
-
     [[nodiscard]] const Column* mask() const noexcept { return given ? &column : nullptr; }
 };
+
+inline Argument* new_arguments(std::size_t count) { return new Argument[count]; }
+inline void delete_arguments(Argument* arguments) noexcept { delete[] arguments; }
 
 inline void use_array(Argument& argument) noexcept {
     argument.given = true;

@@ -117,8 +117,9 @@ cdef extern from "bindings_arguments.hpp" namespace "pystale::bindings":
         ArrayView view
         ListCursor cursor
         Column column
-        void clear() noexcept
 
+    Argument* new_arguments(size_t count) except +
+    void delete_arguments(Argument* arguments) noexcept
     size_t same_objects(PyObject** items, size_t count) noexcept
     bint small_int(PyObject* object, int64_t* value) noexcept
     void use_array(Argument& argument) noexcept

@@ -19,6 +19,8 @@ include "_arguments.pxi"
 include "_model_steps.pxi"
 include "_members.pxi"
 include "_batch_masks.pxi"
+include "_list_columns.pxi"
+include "_listing.pxi"
 
 # Calls over at least this many tokens, all in arrays, let the GIL go.
 GIL_RELEASE_TOKENS = kGilReleaseTokens

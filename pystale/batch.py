@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pystale._objects import read_responses, tensor_memory, write_responses
+from pystale._objects import Responses, tensor_memory
 from pystale.group import Group
 from pystale.staleness import checked_int
 
@@ -98,22 +98,22 @@ class TrainBatch(Mapping[str, list[Group]]):
         """
         if padding not in ("left", "right"):
             raise ValueError(f"padding is {padding!r}; 'left' or 'right' is required")
-        responses = read_responses(self.responses)
-        longest = max((tokens for _, _, tokens in responses), default=0)
+        responses = Responses(self.responses)
+        longest = max(responses.tokens, default=0)
         if out is None:
             wide = longest if length is None else checked_int("length", length, at_least=0)
-            table = result = np.empty((len(responses), wide), _number(np.dtype(dtype or np.uint8), "dtype"))
+            table = result = np.empty((len(responses.tokens), wide), _number(np.dtype(dtype or np.uint8), "dtype"))
         else:
             table, result = _writable(out, length=length, dtype=dtype), out
-            if table.ndim != 2 or table.shape[0] != len(responses):
+            if table.ndim != 2 or table.shape[0] != len(responses.tokens):
                 raise ValueError(
-                    f"out has shape {table.shape}; two dimensions with {len(responses)} rows are required, one row per "
-                    "response"
+                    f"out has shape {table.shape}; two dimensions with {len(responses.tokens)} rows are required, "
+                    "one row per response"
                 )
         if longest > table.shape[1]:
-            at = next(at for at, (_, _, tokens) in enumerate(responses) if tokens > table.shape[1])
+            at = next(at for at, tokens in enumerate(responses.tokens) if tokens > table.shape[1])
             raise ValueError(
-                f"response {at} has {responses[at][2]} tokens, the table is {table.shape[1]} wide; the longest "
+                f"response {at} has {responses.tokens[at]} tokens, the table is {table.shape[1]} wide; the longest "
                 f"response needs {longest}"
             )
         _write(responses, table, left=padding == "left")
@@ -153,9 +153,9 @@ class TrainBatch(Mapping[str, list[Group]]):
         >>> TrainBatch({"math": [group]}, {"math": 4}).packed_response_masks()
         (array([0, 1, 1, 1, 1], dtype=uint8), array([0, 3, 5]))
         """
-        responses = read_responses(self.responses)
-        offsets = np.zeros(len(responses) + 1, np.int64)
-        np.cumsum([tokens for _, _, tokens in responses], out=offsets[1:])
+        responses = Responses(self.responses)
+        offsets = np.zeros(len(responses.tokens) + 1, np.int64)
+        np.cumsum(responses.tokens, out=offsets[1:])
         if out is None:
             flat = result = np.empty(offsets[-1], _number(np.dtype(dtype or np.uint8), "dtype"))
         else:
@@ -191,7 +191,7 @@ def _writable(out: Any, *, length: int | None, dtype: npt.DTypeLike | None) -> n
     return array
 
 
-def _write(responses: list[tuple[Any, Any, int]], out: npt.NDArray[Any], *, left: bool) -> None:
+def _write(responses: Responses, out: npt.NDArray[Any], *, left: bool) -> None:
     size = out.dtype.itemsize
     if (out.size and out.strides[-1] != size) or not out.dtype.isnative:
         # Any other layout is NumPy's to write.
@@ -200,7 +200,7 @@ def _write(responses: list[tuple[Any, Any, int]], out: npt.NDArray[Any], *, left
         out[...] = copy
         return
     bits = np.dtype(f"u{size}")
-    write_responses(responses, out.view(bits), int(np.ones((), out.dtype).view(bits)), left=left)
+    responses.write(out.view(bits), int(np.ones((), out.dtype).view(bits)), left=left)
 
 
 def _entries_are_distinct(array: npt.NDArray[Any]) -> bool:

@@ -91,40 +91,24 @@ systems without locks a commit deletes only the files of the checkpoint it repla
 
 import contextlib
 import errno
-import fcntl
-import gc
 import hashlib
 import importlib.metadata
-import logging
 import os
-import re
-import secrets
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from pystale.columns import ColumnReader, Columns, Malformed
-from pystale.payload import (
-    EncodedGroup,
-    LoadRef,
-    decode_document,
-    decode_group,
-    dump_json,
-    encode_document,
-    encode_group,
-    parse_json,
-)
+from pystale.checkpoint_files import begin_writing, delete_dead, directory_lock, end_writing, names_in
+from pystale.columns import Array, Columns
+from pystale.files import delete, sync_directory, write_new
+from pystale.payload import EncodedGroup, encode_document, encode_group
 from pystale.state import RolloutState
+from pystale.strict_json import dump_json
 
-__all__ = ["CheckpointError", "CheckpointWriter", "EncodedGroup", "collector_paused", "encode_group", "read_checkpoint"]
-
-logger = logging.getLogger("pystale")
+__all__ = ["DOCUMENT", "FORMAT", "SCHEMA_VERSION", "CheckpointError", "CheckpointWriter"]
 
 DOCUMENT = "checkpoint.json"
 FORMAT = "pystale-checkpoint"
@@ -136,11 +120,6 @@ SHARD_BYTES = 4 << 20
 SHARD_GROUPS = 2048
 
 _PREFIX = f'{{"format":"{FORMAT}",'.encode()
-_DATA_FILE = re.compile(r"(?:groups-([0-9a-f]{16})-[0-9]{5,9}\.jsonl|arrays-([0-9a-f]{16})-[0-9]{5,9}\.safetensors)")
-_ANY_FILE = re.compile(
-    r"(?:groups-|arrays-|writing-|checkpoint-)([0-9a-f]{16})(?:-[0-9]{5,9}\.jsonl|-[0-9]{5,9}\.safetensors|\.lock|\.tmp)"
-)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointError(ValueError):
@@ -168,6 +147,7 @@ class CheckpointWriter:
     Examples
     --------
     >>> import tempfile
+    >>> from pystale.checkpoint_reader import read_checkpoint
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     with CheckpointWriter(directory) as writer:
     ...         writer.add({"arrival": 0}, [RolloutState(rollout_id=7, response_ids=[1, 2, 3])])
@@ -184,7 +164,7 @@ class CheckpointWriter:
         self._created = not self._directory.exists()
         self._directory.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(self._directory / DOCUMENT)
-        self._token, self._lock = _begin(self._directory)
+        self._token, self._lock = begin_writing(self._directory)
         self._temporary = self._directory / f"checkpoint-{self._token}.tmp"
         self._files: list[str] = []
         self._shards: list[dict[str, Any]] = []
@@ -255,23 +235,23 @@ class CheckpointWriter:
             "document": encoded,
         })  # fmt: skip
         self._state = "broken"
-        _write(self._temporary, text)
+        write_new(self._temporary, text)
         # The names of the data files must be on disk before the document that lists them.
-        _sync_directory(self._directory)
-        with _directory_lock(self._directory) as locked:
-            replaced = [] if locked else _names_in(self._directory / DOCUMENT)
+        sync_directory(self._directory)
+        with directory_lock(self._directory) as locked:
+            replaced = [] if locked else names_in(self._directory / DOCUMENT)
             self._state = "renaming"
             os.replace(self._temporary, self._directory / DOCUMENT)
             self._state = "committed"
             try:
                 # Until the rename is on disk, a crash may bring the previous document back: its files stay till then.
-                _sync_directory(self._directory)
+                sync_directory(self._directory)
                 if locked:
-                    _delete_dead(self._directory, self._token)
+                    delete_dead(self._directory, self._token)
                 else:
-                    _delete(self._directory / name for name in replaced)
+                    delete(self._directory / name for name in replaced)
             finally:
-                _end(self._directory, self._token, self._lock)
+                end_writing(self._directory, self._token, self._lock)
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after :meth:`commit` succeeded, or twice."""
@@ -279,13 +259,13 @@ class CheckpointWriter:
             if self._state == "renaming" and not self._temporary.exists():
                 # Interrupted between the rename and taking note of it.
                 self._state = "committed"
-                _end(self._directory, self._token, self._lock)
+                end_writing(self._directory, self._token, self._lock)
                 return
             self._state = "aborted"
-            _delete([self._temporary, *(self._directory / name for name in self._files)])
+            delete([self._temporary, *(self._directory / name for name in self._files)])
             self._lines.clear()
             self._columns = Columns()
-            _end(self._directory, self._token, self._lock)
+            end_writing(self._directory, self._token, self._lock)
             if self._created:
                 with contextlib.suppress(OSError):  # not empty: somebody else uses it
                     self._directory.rmdir()
@@ -322,69 +302,8 @@ class CheckpointWriter:
     def _write_file(self, name: str, data: bytes) -> dict[str, Any]:
         self._files.append(name)
         digest = hashlib.sha256(data).hexdigest()
-        _write(self._directory / name, data)
+        write_new(self._directory / name, data)
         return {"name": name, "size": len(data), "sha256": digest}
-
-
-def read_checkpoint(
-    directory: str | os.PathLike[str], load_ref: LoadRef | None = None
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
-    """Read the checkpoint of a directory.
-
-    Every byte is checked against its checksum before it is interpreted, and nothing is returned unless all is well.
-    A checkpoint that is replaced while it is being read is read anew.
-
-    Parameters
-    ----------
-    directory : str or PathLike
-        Where :class:`CheckpointWriter` wrote.
-    load_ref : callable, optional
-        Makes an external reference of what ``dump_ref`` made of it; called only once all of a shard is checked.
-
-    Returns
-    -------
-    document : dict
-        As given to :meth:`CheckpointWriter.commit`.
-    groups : list of (dict, list of RolloutState)
-        Header and members of every group, in the order they were added.
-
-    Raises
-    ------
-    CheckpointError
-        When there is no checkpoint, or it is damaged, truncated, foreign, or of a newer schema.
-    """
-    path = Path(os.path.abspath(directory)) / DOCUMENT
-    raw = _read(path)
-    while True:
-        try:
-            with collector_paused():
-                return _load(path, raw, load_ref)
-        except CheckpointError:
-            now = _read(path)
-            if now == raw:
-                raise
-            raw = now
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from walking a heap that is only being filled.
-
-    Reading makes millions of objects and no garbage. Left alone, the collector walks all of them again and again: it
-    doubles the time to read 100,000 groups, and stops every thread for seconds. What was made meanwhile goes to the
-    oldest generation without being walked. Nothing is done where the collector is off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():  # whoever froze objects wants them to stay frozen
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -395,9 +314,9 @@ def _sealed(content: dict[str, Any]) -> bytes:
     return text[:start] + hashlib.sha256(text).hexdigest().encode() + text[start + 64 :]
 
 
-def _files_of(tensors: Iterable[tuple[str, "np.ndarray[Any, Any]"]]) -> Iterator[dict[str, "np.ndarray[Any, Any]"]]:
+def _files_of(tensors: Iterable[tuple[str, Array]]) -> Iterator[dict[str, Array]]:
     """Spread tensors over files of about SHARD_BYTES, cutting large ones along their first dimension."""
-    content: dict[str, np.ndarray[Any, Any]] = {}
+    content: dict[str, Array] = {}
     used = 0
     for name, values in tensors:
         start = 0
@@ -417,144 +336,6 @@ def _files_of(tensors: Iterable[tuple[str, "np.ndarray[Any, Any]"]]) -> Iterator
         yield content
 
 
-def _load(
-    path: Path, raw: bytes, load_ref: LoadRef | None
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[RolloutState]]]]:
-    try:
-        content = _parse_document(raw)
-        document = decode_document(content["document"])
-    except Malformed as fault:
-        raise CheckpointError(f"{path}: {fault}") from None
-    groups: list[tuple[dict[str, Any], list[RolloutState]]] = []
-    for shard in content["shards"]:
-        groups.extend(_load_shard(path.parent, shard, load_ref))
-    if len(groups) != content["groups"]:
-        raise CheckpointError(f"{path}: says {content['groups']} groups, its shards hold {len(groups)}")
-    return document, groups
-
-
-def _parse_document(raw: bytes) -> dict[str, Any]:
-    content = parse_json(raw)
-    if type(content) is not dict or content.get("format") != FORMAT:
-        raise Malformed("is not a checkpoint of pystale")
-    version = content.get("schema_version")
-    if type(version) is not int or version < 1:
-        raise Malformed(f"has no valid schema_version: {version!r:.80}")
-    if version > SCHEMA_VERSION:
-        raise Malformed(
-            f"has schema version {version}, this pystale reads up to {SCHEMA_VERSION}; written by pystale "
-            f"{content.get('library_version')!r:.80}"
-        )
-    keys = {"format", "schema_version", "library_version", "sha256", "groups", "shards", "document"}
-    if content.keys() != keys:
-        raise Malformed(f"has missing or unknown keys: {', '.join(sorted(content.keys() ^ keys)):.200}")
-    digest = content["sha256"]
-    if type(digest) is not str or not _DIGEST.fullmatch(digest) or raw.count(digest.encode()) != 1:
-        raise Malformed("has no valid checksum")
-    if hashlib.sha256(raw.replace(digest.encode(), b"0" * 64)).hexdigest() != digest:
-        raise Malformed("is damaged: its checksum does not match")
-    if type(content["library_version"]) is not str:
-        raise Malformed("has a library_version that is not a string")
-    if type(content["groups"]) is not int or type(content["shards"]) is not list:
-        raise Malformed("has groups or shards of a wrong type")
-    seen: set[str] = set()
-    for shard in content["shards"]:
-        _check_shard(shard, seen)
-    return content
-
-
-def _check_shard(shard: Any, seen: set[str]) -> None:
-    if type(shard) is not dict or shard.keys() != {"groups", "lines", "arrays"} or type(shard["arrays"]) is not list:
-        raise Malformed("has a shard that is not an object of groups, lines and arrays")
-    if type(shard["groups"]) is not int or shard["groups"] < 1:
-        raise Malformed(f"has a shard of {shard['groups']!r:.80} groups")
-    for prefix, file in (("groups-", shard["lines"]), *(("arrays-", file) for file in shard["arrays"])):
-        if type(file) is not dict or file.keys() != {"name", "size", "sha256"}:
-            raise Malformed("has a file entry that is not an object of name, size and sha256")
-        name, size, digest = file["name"], file["size"], file["sha256"]
-        if type(name) is not str or not _DATA_FILE.fullmatch(name) or not name.startswith(prefix):
-            raise Malformed(f"names a file {name!r:.80}, which is not a name of a {prefix[:-1]} file")
-        if name in seen:
-            raise Malformed(f"names {name} twice")
-        seen.add(name)
-        if type(size) is not int or size < 0 or type(digest) is not str or not _DIGEST.fullmatch(digest):
-            raise Malformed(f"has no valid size and sha256 for {name}")
-
-
-def _load_shard(
-    directory: Path, shard: dict[str, Any], load_ref: LoadRef | None
-) -> list[tuple[dict[str, Any], list[RolloutState]]]:
-    parts: dict[str, list[np.ndarray[Any, Any]]] = {}
-    for file in shard["arrays"]:
-        path = directory / file["name"]
-        data = _read_checked(path, file)
-        try:
-            tensors = load_tensors(data)
-        except Exception as fault:  # whatever the library makes of a file it does not understand
-            raise CheckpointError(f"{path}: is not a safetensors file: {fault!r:.200}") from None
-        for name, values in tensors.items():
-            known = parts.setdefault(name, [])
-            if known and (known[0].dtype != values.dtype or known[0].shape[1:] != values.shape[1:]):
-                raise CheckpointError(f"{path}: tensor {name!r:.80} does not continue the one in an earlier file")
-            known.append(values)
-    lines_path = directory / shard["lines"]["name"]
-    lines = _read_checked(lines_path, shard["lines"]).split(b"\n")
-    if lines.pop() or len(lines) != shard["groups"]:
-        raise CheckpointError(f"{lines_path}: does not hold {shard['groups']} lines, each ended by a line feed")
-    groups = []
-    try:
-        columns = ColumnReader({name: known[0] if len(known) == 1 else np.concatenate(known)
-                                for name, known in parts.items()})  # fmt: skip
-        for line in lines:
-            groups.append(decode_group(line, columns, load_ref))
-        columns.finish()
-    except Malformed as fault:
-        arrays = " and ".join(file["name"] for file in shard["arrays"][:1])
-        where = f"line {len(groups) + 1}: " if len(groups) < len(lines) else ""
-        raise CheckpointError(f"{lines_path}: {where}{fault}{arrays and f' (arrays in {arrays})'}") from None
-    return groups
-
-
-def _read_checked(path: Path, file: dict[str, Any]) -> bytes:
-    data = _read(path, file["size"])
-    if hashlib.sha256(data).hexdigest() != file["sha256"]:
-        raise CheckpointError(f"{path}: is damaged: its SHA-256 is not the one {DOCUMENT} lists")
-    return data
-
-
-def _read(path: Path, size: int | None = None) -> bytes:
-    """All of a regular file, which must have `size` bytes."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: is not a regular file")
-            if size is not None and status.st_size != size:
-                raise CheckpointError(f"{path}: has {status.st_size} bytes, {DOCUMENT} lists {size}")
-            return file.readall()
-    except OSError as fault:
-        what = "is missing" if fault.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read: {fault.strerror}"
-        raise CheckpointError(f"{path}: {what}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A new file, on disk."""
-    with open(path, "xb", buffering=0) as file:
-        view = memoryview(data)
-        while len(view):
-            view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _refuse_foreign(document: Path) -> None:
     try:
         with open(document, "rb") as file:
@@ -567,76 +348,3 @@ def _refuse_foreign(document: Path) -> None:
             "is not a checkpoint of pystale and would be overwritten; choose another directory",
             str(document),
         )
-
-
-def _begin(directory: Path) -> tuple[str, int]:
-    """A token nobody uses, and the descriptor that holds its lock."""
-    while True:
-        token = secrets.token_hex(8)
-        path = directory / f"writing-{token}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # no locks here: nobody can tell that this writer lives, nobody deletes
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        # Between creation and lock a committing writer may have taken the file for a dead one's and deleted it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return token, fd
-        os.close(fd)
-
-
-def _end(directory: Path, token: str, fd: int) -> None:
-    _delete([directory / f"writing-{token}.lock"])
-    os.close(fd)
-
-
-@contextlib.contextmanager
-def _directory_lock(directory: Path) -> Iterator[bool]:
-    """Keeps two commits from interleaving; False where the file system has no locks."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        locked = True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(fd)
-
-
-def _names_in(document: Path) -> list[str]:
-    """Data files a document names, whatever state it is in."""
-    with contextlib.suppress(OSError):
-        return [match[0] for match in _DATA_FILE.finditer(document.read_bytes().decode("ascii", "replace"))]
-    return []
-
-
-def _delete_dead(directory: Path, own: str) -> None:
-    """Delete the files of every token but `own` whose writer holds no lock. Call under the directory lock."""
-    files: dict[str, list[str]] = {}
-    for name in os.listdir(directory):
-        match = _ANY_FILE.fullmatch(name)
-        if match and match[1] != own:
-            files.setdefault(match[1], []).append(name)
-    for token, names in files.items():
-        lock = f"writing-{token}.lock"
-        fd = -1
-        try:
-            if lock in names:
-                fd = os.open(directory / lock, os.O_RDWR | os.O_CLOEXEC)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The lock goes last: without it the rest still counts as a dead writer's.
-            _delete(directory / name for name in sorted(names, key=lambda name: name == lock))
-        except OSError:  # locked, so alive; or it has just ended
-            continue
-        finally:
-            if fd >= 0:
-                os.close(fd)
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as fault:
-            logger.warning("cannot delete %s: %s", path, fault)

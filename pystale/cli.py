@@ -1,6 +1,7 @@
 """The ``pystale`` command."""
 
 import functools
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -93,10 +94,10 @@ def _engine(value: str) -> str:
 
 
 def _on_ray() -> Callable[..., Any]:
-    try:
-        from pystale.demo.cluster import start_on_ray
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--engine ray needs {error.name}; install it with: pip install 'pystale[ray]'") from None
+    from pystale.demo.cluster import start_on_ray
+
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--engine ray needs Ray; install it with: pip install 'pystale[ray]'")
     return start_on_ray
 
 

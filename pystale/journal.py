@@ -18,27 +18,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pystale.checkpoint import CheckpointError
-from pystale.payload import EncodedGroup, LoadRef
+from pystale.files import delete, sync_directory, write_all
+from pystale.payload import EncodedGroup
 from pystale.segment import (
     Appended,
-    Entry,
     Envelope,
-    Segment,
     body_of,
-    entries_of,
     frame_of,
-    open_segment,
+    segment_path,
     segment_paths,
     segment_start,
 )
 
-__all__ = ["Journal", "Position", "Reading"]
+__all__ = ["Journal", "Position"]
 
 logger = logging.getLogger("pystale")
 
@@ -243,9 +239,7 @@ class Journal:
             if self._failure is not None and self._failure is position.failure:
                 self._failure = None
                 self._durable = self._appended
-        for number, path in segment_paths(self.directory).items():
-            if number < position.segment:
-                _unlink(path)
+        delete(path for number, path in segment_paths(self.directory).items() if number < position.segment)
 
     def close(self) -> None:
         """Write what is appended and let the directory go. Everything but this raises afterwards."""
@@ -258,6 +252,23 @@ class Journal:
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
+
+    # Going on after what was read
+
+    def go_on(self, journal_id: str, segment: int, after: dict[int, Any]) -> None:
+        """Let entries be appended to a used directory, in a segment of their own.
+
+        Parameters
+        ----------
+        journal_id : str
+            The id in the segments that were read.
+        segment : int
+            Number of the segment entries go to.
+        after : dict of int to object
+            What a segment continues, where that is not the segment before it.
+        """
+        with self._condition:
+            self.id, self._segment, self._after, self.used = journal_id, segment, after, False
 
     # The writing thread
 
@@ -309,28 +320,30 @@ class Journal:
             self._create(segment, body)
             return
         frame = frame_of(self._seed, self._offset, body)
-        _write_all(self._file, frame)
+        write_all(self._file, frame)
         os.fdatasync(self._file)
         if os.fstat(self._file).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "the segment was deleted while in use", self._path(segment))
+            raise FileNotFoundError(
+                errno.ENOENT, "the segment was deleted while in use", str(segment_path(self.directory, segment))
+            )
         self._offset += len(frame)
 
     def _create(self, segment: int, body: bytes) -> None:
         """Begin a segment with a first commit. The header is on disk before it, so that no whole frame lacks one."""
         start, seed = segment_start(self.id, segment, self._after.get(segment, "segment"), self.order)
         frame = frame_of(seed, len(start), body)
-        path = self._path(segment)
+        path = segment_path(self.directory, segment)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            _write_all(file, start)
+            write_all(file, start)
             os.fsync(file)
             for directory in (self.directory, *self._unsynced):
-                _sync_directory(directory)
-            _write_all(file, frame)
+                sync_directory(directory)
+            write_all(file, frame)
             os.fdatasync(file)
         except BaseException:
             os.close(file)
-            _unlink(Path(path))
+            delete([path])
             raise
         old, self._file = self._file, file
         if old >= 0:
@@ -345,135 +358,6 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._offset)
                 os.fdatasync(self._file)
-
-    def _path(self, segment: int) -> str:
-        return str(self.directory / f"segment-{segment:010d}.journal")
-
-    # Reading
-
-    def read(self, checkpoint: dict[str, Any] | None, identity: Any, load_ref: LoadRef | None) -> "Reading":
-        """Open the entries that come after a checkpoint, or all of them.
-
-        Parameters
-        ----------
-        checkpoint : dict or None
-            ``{"id": ..., "segment": ...}``, where the checkpoint says it ends; None when it does not say.
-        identity : str or None
-            What identifies the checkpoint; None without one.
-        load_ref : callable, optional
-            Reads external references.
-
-        Raises
-        ------
-        CheckpointError
-            If a segment is foreign, newer, damaged or missing.
-        ValueError
-            If the journal does not continue the checkpoint, or is of a buffer with another order.
-        """
-        segments = [open_segment(number, path) for number, path in segment_paths(self.directory).items()]
-        torn = segments.pop() if segments and segments[-1].seed < 0 else None
-        for segment in segments:
-            if segment.seed < 0:
-                raise CheckpointError(f"{segment.path}: is damaged: it has no whole header, and segments follow")
-            if segment.order != self.order:
-                raise ValueError(
-                    f"the journal in {str(self.directory)!r} is ordered {segment.order}, this buffer {self.order}; "
-                    "make the buffer with the journal's order"
-                )
-        if len({segment.journal for segment in segments}) > 1:
-            raise CheckpointError(f"{self.directory}: has segments of several journals; separate them")
-        last = segments[-1].number if segments else -1
-        first = 0
-        if segments:
-            first = self._first(segments, checkpoint, identity)
-            wanted = [segment for segment in segments if segment.number >= first]
-            for before, segment in pairwise(wanted):
-                if segment.number != before.number + 1:
-                    raise CheckpointError(f"{self._path(before.number + 1)}: is missing")
-                if segment.after != "segment":
-                    raise ValueError(
-                        f"the journal in {str(self.directory)!r} goes on from a checkpoint at {segment.path.name}; "
-                        "resume from that one"
-                    )
-            if wanted and wanted[0].number != first:
-                raise CheckpointError(f"{self._path(first)}: is missing")
-        else:
-            wanted = []
-        self.id = segments[0].journal if segments else self.id
-        covered = [segment.path for segment in segments if segment.number < first]
-        return Reading(self, wanted, covered, torn, max(first, last + 1), identity, load_ref)
-
-    def _first(self, segments: list[Segment], checkpoint: dict[str, Any] | None, identity: Any) -> int:
-        """Number of the first segment to read."""
-        oldest = segments[0]
-        where = f"the journal in {str(self.directory)!r}"
-        if identity is None:
-            if oldest.after is not None:
-                raise ValueError(f"{where} does not begin with an empty buffer; name the checkpoint it continues")
-            return oldest.number
-        if checkpoint is not None and checkpoint["id"] == oldest.journal:
-            if checkpoint["segment"] < oldest.number:
-                raise ValueError(
-                    f"{where} begins after a later checkpoint than this one; resume from that, or use another directory"
-                )
-            return int(checkpoint["segment"])
-        if oldest.after == identity:
-            return oldest.number
-        raise ValueError(f"{where} does not continue this checkpoint; use another directory to go on from it alone")
-
-
-class Reading:
-    """Entries of a journal, and how it goes on after them.
-
-    Iterating raises :class:`CheckpointError` at damage. Nothing in the directory changes before :meth:`finish`.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        segments: list[Segment],
-        covered: list[Path],
-        torn: Segment | None,
-        following: int,
-        identity: Any,
-        load_ref: LoadRef | None,
-    ) -> None:
-        self._journal = journal
-        self._segments = segments
-        self._covered = covered
-        self._torn = torn
-        self._following = following
-        self._identity = identity
-        self._load_ref = load_ref
-        self._cut: tuple[Path, int] | None = None
-
-    def __iter__(self) -> Iterator[Entry]:
-        for segment in self._segments:
-            end = yield from entries_of(segment, self._load_ref)
-            if end == segment.path.stat().st_size:
-                continue
-            if segment is not self._segments[-1] or self._torn is not None:
-                raise CheckpointError(f"{segment.path}: is damaged at offset {end}; entries follow in later segments")
-            self._cut = (segment.path, end)
-
-    def finish(self) -> None:
-        """Cut a torn tail off, and delete what the checkpoint covers."""
-        if self._cut is not None:
-            path, end = self._cut
-            logger.warning("%s: the last commit was not finished; cut off at offset %d", path, end)
-            with open(path, "r+b") as file:
-                file.truncate(end)
-                os.fsync(file.fileno())
-        for path in [*self._covered, *([self._torn.path] if self._torn else [])]:
-            _unlink(path)
-
-    def open(self) -> None:
-        """Let entries be appended, in a segment of their own."""
-        journal = self._journal
-        with journal._condition:
-            journal._segment = self._following
-            journal._after = {} if self._segments else {self._following: self._identity}
-            journal.used = False
 
 
 # Journals of this process: a child that is forked must not hold their locks, nor write.
@@ -518,24 +402,3 @@ def _locked(path: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as fault:
-        logger.warning("cannot delete %s: %s", path, fault)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while len(view):
-        view = view[os.write(fd, view) :]

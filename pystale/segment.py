@@ -61,8 +61,11 @@ from safetensors.numpy import save as save_tensors
 
 from pystale.checkpoint import CheckpointError
 from pystale.columns import ColumnReader, Columns, Malformed
-from pystale.payload import EncodedGroup, LoadRef, decode_group, dump_json, parse_json
+from pystale.decoding import decode_group
+from pystale.field_types import LoadRef
+from pystale.payload import EncodedGroup
 from pystale.state import RolloutState
+from pystale.strict_json import dump_json, parse_json
 
 __all__ = [
     "Appended",
@@ -73,6 +76,7 @@ __all__ = [
     "entries_of",
     "frame_of",
     "open_segment",
+    "segment_path",
     "segment_paths",
     "segment_start",
 ]
@@ -124,6 +128,11 @@ def segment_paths(directory: Path) -> dict[int, Path]:
     except FileNotFoundError:
         return {}
     return {int(match[1]): directory / match[0] for match in sorted(matches, key=lambda match: match[1])}
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Where a segment is, or is to be."""
+    return directory / f"segment-{number:010d}.journal"
 
 
 def checksum_of(seed: int, offset: int, body: bytes | memoryview) -> int:
@@ -200,36 +209,55 @@ def open_segment(number: int, path: Path) -> Segment:
 
 def entries_of(segment: Segment, load_ref: LoadRef | None) -> Generator[Entry, None, int]:
     """Entries of a segment; returns the offset its last whole frame ends at."""
-    with open(segment.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        offset = segment.start
-        while (body := _body_at(data, segment.seed, offset)) is not None:
+    with open(segment.path, "rb", buffering=0) as file:
+        fd, offset = file.fileno(), segment.start
+        while (body := _body_at(fd, segment.seed, offset)) is not None:
             where = f"{segment.path}: the frame at offset {offset}"
             try:
                 yield from _decoded(body, where, load_ref)
             except Malformed as fault:
                 raise CheckpointError(f"{where} {fault}") from None
             offset += _FRAME.size + len(body)
+        if offset < os.fstat(fd).st_size:
+            _refuse_damage(segment, fd, offset)
+    return offset
+
+
+def _refuse_damage(segment: Segment, fd: int, offset: int) -> None:
+    """Raise where a whole frame follows behind what is no frame at an offset: a crash tears only the last."""
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         later = data.find(MARK, offset + 1)
         while later >= 0:
-            if _body_at(data, segment.seed, later) is not None:
+            if _body_at(fd, segment.seed, later) is not None:
                 raise CheckpointError(
                     f"{segment.path}: is damaged at offset {offset}: a whole frame follows at {later}, so this is no "
                     "torn end"
                 )
             later = data.find(MARK, later + 1)
-    return offset
 
 
-def _body_at(data: mmap.mmap, seed: int, offset: int) -> bytes | None:
-    """Body of the frame at an offset; None where there is no whole one."""
-    if offset + _FRAME.size > len(data):
-        return None
-    mark, length, checksum = _FRAME.unpack_from(data, offset)
+def _body_at(fd: int, seed: int, offset: int) -> bytes | None:
+    """Body of the frame at an offset; None where there is no whole one.
+
+    Read, and not mapped: waiting for the disk in a mapping would keep every thread waiting.
+    """
     start = offset + _FRAME.size
-    if mark != MARK or length > len(data) - start:
+    head = os.pread(fd, _FRAME.size, offset)
+    if len(head) < _FRAME.size:
         return None
-    body = data[start : start + length]
+    mark, length, checksum = _FRAME.unpack(head)
+    if mark != MARK or length > os.fstat(fd).st_size - start:
+        return None
+    body = b"".join(_pieces(fd, start, length))
     return body if checksum_of(seed, offset, body) == checksum else None
+
+
+def _pieces(fd: int, start: int, length: int) -> Iterator[bytes]:
+    """What a file holds from an offset on; less where it ends earlier."""
+    while length and (piece := os.pread(fd, length, start)):
+        yield piece
+        start += len(piece)
+        length -= len(piece)
 
 
 def _decoded(body: bytes, where: str, load_ref: LoadRef | None) -> Iterator[Entry]:

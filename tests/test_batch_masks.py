@@ -202,7 +202,7 @@ def test_settings_that_make_no_sense_are_refused(batch: TrainBatch) -> None:
     [
         ([4, "x", 5], None, TypeError, r"response 1: response_model_steps\[1\] is 'x'"),
         ([4, 5, 5], [1, 1, 0.5], TypeError, r"response 1: response_mask\[2\] is 0.5"),
-        ([4, 5, 5], [1, 1], ValueError, "response 1: response_mask has 2 entries, the response has 3 tokens"),
+        ([4, 5, 5], [1, 1], ValueError, "response 1: response_mask has 2 entries, response_ids has 3"),
         (
             np.array([4, 5, 2**63], np.uint64),
             None,

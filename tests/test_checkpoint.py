@@ -24,8 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from pystale import ModelSteps, checkpoint
-from pystale.checkpoint import CheckpointError, CheckpointWriter, collector_paused, encode_group, read_checkpoint
+from pystale import ModelSteps, checkpoint, checkpoint_reader
+from pystale.checkpoint import CheckpointError, CheckpointWriter
+from pystale.checkpoint_reader import collector_paused, read_checkpoint
+from pystale.payload import encode_group
 from pystale.state import RolloutState, Status
 
 Groups = list[tuple[dict[str, Any], list[RolloutState]]]
@@ -369,14 +371,14 @@ def test_without_locks_only_the_replaced_checkpoint_is_deleted(saved: Path, monk
 
 
 def test_a_checkpoint_replaced_while_it_is_read_is_read_anew(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = checkpoint._load_shard
+    genuine = checkpoint_reader._load_shard
 
     def replace_first(directory: Path, shard: dict[str, Any], load_ref: Any) -> Any:
-        monkeypatch.setattr(checkpoint, "_load_shard", genuine)
+        monkeypatch.setattr(checkpoint_reader, "_load_shard", genuine)
         write(saved, [group(1)], {"n": 2})
         return genuine(directory, shard, load_ref)
 
-    monkeypatch.setattr(checkpoint, "_load_shard", replace_first)
+    monkeypatch.setattr(checkpoint_reader, "_load_shard", replace_first)
     assert read_checkpoint(saved)[0] == {"n": 2}
 
 

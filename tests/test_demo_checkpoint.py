@@ -20,7 +20,8 @@ from demo_process import BASE_STEPS, EVERY, settings
 from threadpoolctl import threadpool_limits
 
 from pystale import ReplayBuffer, RolloutState, Status
-from pystale.checkpoint import CheckpointError, CheckpointWriter, read_checkpoint
+from pystale.checkpoint import CheckpointError, CheckpointWriter
+from pystale.checkpoint_reader import read_checkpoint
 from pystale.demo.checkpoint import RunDirectory
 from pystale.demo.record import Record
 from pystale.demo.rollouts import forget_versions_after

@@ -14,16 +14,11 @@ from hypothesis.extra import numpy as hnp
 
 from pystale import ModelSteps, columns
 from pystale.columns import ColumnReader, Columns, Malformed
-from pystale.payload import (
-    MAX_DEPTH,
-    decode_document,
-    decode_group,
-    dump_json,
-    encode_document,
-    encode_group,
-    parse_json,
-)
+from pystale.decoding import decode_document, decode_group
+from pystale.field_types import MAX_DEPTH
+from pystale.payload import encode_document, encode_group
 from pystale.state import RolloutState, Status
+from pystale.strict_json import dump_json, parse_json
 
 FIELDS = [field.name for field in fields(RolloutState)]
 

@@ -13,6 +13,7 @@ from rollouts import balance, group, state
 import pystale.operations
 import pystale.saving
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+from pystale.checkpoint_reader import read_checkpoint
 from pystale.sampler import PromptSampler
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -213,7 +214,7 @@ def test_the_committed_checkpoint_of_schema_version_2_is_read():
 def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     """Such a checkpoint has their arrival and re-rolls, for when they are put, and books their tokens as lost."""
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     (lent,) = [h for h, _ in groups if h.get("in_flight")]
     groups = [(h, s) for h, s in groups if h is not lent]
     place = {name: lent[name] for name in ("task", "group_id", "arrival", "key", "rerolls")}
@@ -223,7 +224,9 @@ def test_what_version_1_says_of_groups_in_flight_is_their_place_alone(tmp_path):
     document["ledger"]["stored"] -= 3
     document["ledger"]["in_flight"] += 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         assert buffer.sync.resume(tmp_path).in_flight == {}
     assert buffer.ledger()["discarded"]["lost"] == 3
@@ -447,12 +450,14 @@ def test_a_cancelled_save_leaves_no_trace(tmp_path):
 )
 def test_a_document_that_contradicts_itself_loads_nothing(tmp_path, damage):
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     document = json.loads(json.dumps(document))
     document["handed_out"].append({"task": "a", "group_id": "earlier", "arrival": 9, "key": 1, "rerolls": 0})
     damage(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         with pytest.raises(ValueError):  # noqa: PT011
             buffer.sync.resume(tmp_path)
@@ -478,7 +483,7 @@ def test_a_document_that_contradicts_itself_loads_nothing(tmp_path, damage):
 )
 def test_a_group_that_contradicts_itself_loads_nothing(tmp_path, damage):
     filled().sync.save(tmp_path)
-    document, groups = pystale.saving.read_checkpoint(tmp_path)
+    document, groups = read_checkpoint(tmp_path)
     (victim,) = [i for i, (h, _) in enumerate(groups) if h["group_id"] == "g5"]
     groups = [(json.loads(json.dumps(h)), s) for h, s in groups]
     groups[victim][0]["task"] = "a" if groups[victim][0]["task"] == "a" else groups[victim][0]["task"]
@@ -486,7 +491,9 @@ def test_a_group_that_contradicts_itself_loads_nothing(tmp_path, damage):
     if groups[victim][0]["group_id"] == "g0":
         groups[victim][0]["task"] = "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pystale.saving, "read_checkpoint", lambda directory, load_ref: (document, groups))
+        patch.setattr(
+            pystale.saving, "read_checkpoint_into", lambda directory, fill, load_ref: fill(document, iter(groups))
+        )
         buffer = make()
         with pytest.raises(CheckpointError):
             buffer.sync.resume(tmp_path)

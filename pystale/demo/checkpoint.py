@@ -24,7 +24,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from pystale import ReplayBuffer
-from pystale.checkpoint import CheckpointError, read_checkpoint
+from pystale.checkpoint import CheckpointError
+from pystale.checkpoint_reader import read_checkpoint
 from pystale.demo.engine import Engine
 from pystale.demo.grpo import Trainer
 from pystale.demo.policy import SIZE, Floats

@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import ray
-
 from pystale.demo.record import Record
 from pystale.demo.settings import TASK
 from pystale.integrations.ray import RayReplayBuffer
@@ -43,6 +41,8 @@ class DemoBuffer(RayReplayBuffer):
         return status
 
     async def close(self) -> None:
+        import ray
+
         await super().close()
         self.shutdown()
         if self.owns_cluster:
@@ -52,6 +52,8 @@ class DemoBuffer(RayReplayBuffer):
 
 def start_on_ray(record: Record, rule: StalenessRule, tail_batch_trigger_size: int) -> DemoBuffer:
     """Start the demo's buffer on the cluster that RAY_ADDRESS names, or on a new one."""
+    import ray
+
     owns_cluster = not ray.is_initialized()
     if owns_cluster:
         address = os.environ.get("RAY_ADDRESS")

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from pystale.arguments import Sizes, checked_sizes, checked_task_name
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import DOCUMENT
@@ -97,6 +95,8 @@ class ReplayBufferActor:
         grace_s: float = 600.0,
         **settings: Any,
     ) -> None:
+        import ray
+
         self._directory = Path(directory)
         self._keepers: dict[str, Any] = {key: ray.get_actor(name, namespace) for key, name in keepers.items()}
         self._lease_s, self._grace_s = lease_s, grace_s
@@ -133,6 +133,8 @@ class ReplayBufferActor:
     # Starting anew
 
     def _resume(self) -> None:
+        import ray
+
         resumed = self._buffer.sync.resume(self._directory)
         self._restore(resumed)
         for group in self._all_groups():

@@ -3,9 +3,6 @@
 import asyncio
 from typing import Any, Protocol
 
-import ray
-from ray.exceptions import RayTaskError
-
 __all__ = ["IN_EVENT_LOOP", "ON_THREAD", "Answers"]
 
 
@@ -21,6 +18,9 @@ class Answers(Protocol):
 
 class _InEventLoop:
     async def one(self, ref: Any) -> Any:
+        import ray
+        from ray.exceptions import RayTaskError
+
         try:
             return await ref
         except RayTaskError as error:
@@ -30,24 +30,32 @@ class _InEventLoop:
             raise
 
     async def all(self, refs: list[Any]) -> list[Any]:
+        import ray
+
         values: list[Any] = await asyncio.to_thread(ray.get, refs)
         return values
 
 
 class _OnThread:
     async def one(self, ref: Any) -> Any:
+        import ray
+        from ray.exceptions import RayTaskError
+
         try:
             return ray.get(ref)
         except RayTaskError as error:
             raise _cause(error) from None
 
     async def all(self, refs: list[Any]) -> list[Any]:
+        import ray
+
         values: list[Any] = ray.get(refs)
         return values
 
 
-def _cause(error: RayTaskError) -> BaseException:
-    return error.cause if isinstance(error.cause, (TypeError, ValueError, OSError)) else error
+def _cause(error: Any) -> BaseException:
+    cause: BaseException = error.cause if isinstance(error.cause, (TypeError, ValueError, OSError)) else error
+    return cause
 
 
 IN_EVENT_LOOP: Answers = _InEventLoop()

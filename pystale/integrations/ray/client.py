@@ -7,10 +7,6 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import ObjectLostError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
 from pystale.group import Arriving, Group, read_group
@@ -42,6 +38,8 @@ class _Client:
     """The connection of a process: its id, its calls, and what was handed out to it."""
 
     def __init__(self, actor: Any, trainer: str, acknowledge: bool) -> None:
+        import ray
+
         self.actor = actor
         self.trainer = trainer
         self.acknowledge = acknowledge
@@ -88,6 +86,8 @@ class _Client:
             threading.Thread(target=self._beat, name="pystale-ray-client", daemon=True).start()
 
     def _beat(self) -> None:
+        import ray
+
         while not self._closed.wait(self._lease_s / 4):
             if self.leases and ray.is_initialized():
                 self.actor.heard.remote(self.id)
@@ -195,6 +195,8 @@ class _Methods:
         return [(found[prompts], found[responses]) for prompts, responses in pairs]
 
     async def _values(self, refs: list[Any]) -> list[Any]:
+        from ray.exceptions import ObjectLostError
+
         try:
             return await self.answers.all(refs)
         except ObjectLostError as error:
@@ -310,6 +312,9 @@ class RayReplayBuffer:
         TypeError, ValueError
             For a setting that is not allowed.
         """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         checked_settings(rule, settings)  # here, where the caller sees what is wrong
         namespace = namespace or ray.get_runtime_context().namespace
         prefix = name or f"pystale-{uuid.uuid4().hex[:12]}"
@@ -367,10 +372,14 @@ class RayReplayBuffer:
         acknowledge: bool = True,
     ) -> Buffer:
         """A buffer that another process started under this name."""
+        import ray
+
         return cls(ray.get_actor(name, namespace), trainer=trainer, acknowledge=acknowledge)
 
     def shutdown(self) -> None:
         """End the actor and the keepers; all payloads are gone then. The directory stays."""
+        import ray
+
         self.close_client()
         ray.kill(self._client.actor)
         for keeper in self._client.keepers.values():
@@ -378,6 +387,8 @@ class RayReplayBuffer:
 
     def close_client(self) -> None:
         """Leave: groups handed out to this process and not put back are stored again."""
+        import ray
+
         if not self._client._closed.is_set():
             self._client.close()
             ray.get(self._client.actor.leave.remote(self._client.id))

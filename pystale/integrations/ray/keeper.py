@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import ray
-
 __all__ = ["PayloadKeeper", "PayloadsLost"]
 
 
@@ -41,6 +39,8 @@ class PayloadKeeper:
 
         A call that comes again changes nothing.
         """
+        import ray
+
         now = time.monotonic()
         for payload, value in ((f"{name}.p", prompts), (f"{name}.r", responses)):
             if payload not in self._refs:
