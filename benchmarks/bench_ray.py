@@ -125,8 +125,8 @@ def rates(ray: Any, start: Any, groups: int) -> None:
             taken += len(full["default"])
         take_s = time.perf_counter() - began
         print(
-            f"{n} producers: {share * n / put_s:5.0f} puts/s, {put_cpu_s / share / n * 1e3:.2f} ms of the actor's CPU each;"
-            f" {taken / take_s:5.0f} groups taken/s; take of {BATCH}: "
+            f"{n} producers: {share * n / put_s:5.0f} puts/s, {put_cpu_s / share / n * 1e3:.2f} ms of the actor's CPU "
+            f"each; {taken / take_s:5.0f} groups taken/s; take of {BATCH}: "
             f"{percentiles(referenced)}, with tokens {percentiles(fetched)}",
             flush=True,
         )

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+from pystale import (
+    AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    DisaggAgentLoopManager,
+    DisaggAsyncProduceStrategyConfig,
+    ModelSteps,
+    PromptSampler,
+    ReplayBuffer,
+    RolloutState,
+    StalenessRule,
+    Status,
+    TaskSpec,
+)
 
 ray = pytest.importorskip("ray")
 from ray._private.internal_api import memory_summary  # noqa: E402
@@ -438,3 +451,80 @@ def test_ranks_fetch_their_share_of_a_batch(start: Any) -> None:
     shares = [buffer.sync.fetch(batch, rank, 2) for rank in range(2)]
     assert [[group[0].group_id for group in share["default"]] for share in shares] == [[0, 2], [1, 3]]
     assert sum(share.trainable_tokens for share in shares) == batch.trainable_tokens
+
+
+class Echo:
+    """An agent loop that answers with the prompt, twice."""
+
+    async def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool) -> list[RolloutState]:
+        for state in group:
+            if state.status is not Status.COMPLETED:
+                await asyncio.sleep(0.01)
+                prompt: Any = state.prompt_ids
+                state.response_ids, state.status, state.reward = list(prompt) * 2, Status.COMPLETED, 1.0
+        return group
+
+    async def pause(self) -> None:
+        pass
+
+
+def test_a_colocated_manager_runs_on_it(start: Any) -> None:
+    strategy = AsyncProduceStrategyConfig(max_staleness=1, tail_batch_trigger_size=0, over_sample_threshold=0.5).build()
+    buffer = start(strategy.rule)
+    sampler = PromptSampler(([n, n] for n in range(1000)), buffer, group_size=2)
+    manager = AgentLoopManager(TaskSpec("echo", Echo(), sampler, strategy), buffer)
+
+    async def main() -> None:
+        for train_step in range(1, 6):
+            result = await manager.produce_batch(4, train_step, model_step=train_step - 1)
+            assert len(result.groups) == 4
+            assert result.trainable_tokens == 32
+            assert all(state.response_ids == [*state.prompt_ids] * 2 for group in result.groups for state in group)
+
+    asyncio.run(main())
+    assert buffer.ledger()["trained"] == 160
+    assert balanced(buffer.ledger())
+
+
+def test_a_disaggregated_manager_runs_on_it(start: Any) -> None:
+    strategy = DisaggAsyncProduceStrategyConfig(max_staleness=1, tail_batch_trigger_size=0).build()
+    buffer = start(strategy.rule)
+    sampler = PromptSampler(([n, n] for n in range(1000)), buffer, group_size=2)
+    manager = DisaggAgentLoopManager(TaskSpec("echo", Echo(), sampler, strategy), buffer)
+
+    async def main() -> list[Any]:
+        producing = asyncio.create_task(manager.produce_loop(4))
+        trained: list[Any] = []
+        for train_step in range(1, 6):
+            result = await manager.get_batch(4, train_step)
+            assert len(result.groups) == 4
+            trained += [group[0].group_id for group in result.groups]
+            await manager.pause_produce()
+            await manager.continue_produce(train_step)
+        await manager.shutdown()
+        await producing
+        return trained
+
+    trained = asyncio.run(main())
+    assert len(set(trained)) == 20
+    assert buffer.ledger()["trained"] == 160
+    assert balanced(buffer.ledger())
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_the_demo_runs_on_it(mode: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pystale", "demo", "--engine", "ray", "--mode", mode, "--steps", "4"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [*command, "--group-size", "2"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 4/4" in done.stdout
+    assert "balances" in done.stdout
+
+
+def test_the_example_of_the_readme_runs(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```py\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
