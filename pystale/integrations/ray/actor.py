@@ -27,6 +27,8 @@ __all__ = ["ReplayBufferActor"]
 logger = logging.getLogger("pystale")
 
 Summaries = list[RolloutState]
+# Puts that came in one message are answered in one, but for those that take longer, since they wait for room.
+ANSWERED_TOGETHER_S = 0.05
 _KEPT = "pystale.ray"  # where the bookings are in the checkpoint's extra
 
 
@@ -261,6 +263,22 @@ class ReplayBufferActor:
 
     async def put(self, call: Call, task_name: str, group: Summaries, train_step: int | None, lease: str | None) -> Any:
         return await self._once(call, functools.partial(self._put, call, task_name, group, train_step, lease))
+
+    async def put_many(self, puts: Sequence[tuple[Any, ...]]) -> list[tuple[bool, Any] | None]:
+        """Several puts: for each ``(failed, status or exception)``; None for one that waits, to be asked for again."""
+        tasks = [asyncio.ensure_future(self.put(*arguments)) for arguments in puts]
+        await asyncio.wait(tasks, timeout=ANSWERED_TOGETHER_S)
+        answers: list[tuple[bool, Any] | None] = []
+        for task in tasks:
+            if not task.done():
+                task.cancel()  # only of this wait for it
+                answers.append(None)
+            elif (error := task.exception()) is not None:
+                known = isinstance(error, (TypeError, ValueError, OSError))
+                answers.append((True, error if known else RuntimeError(repr(error))))
+            else:
+                answers.append((False, task.result()))
+        return answers
 
     async def _put(
         self, call: Call, task_name: str, group: Summaries, train_step: int | None, lease: str | None

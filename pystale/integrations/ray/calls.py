@@ -1,9 +1,11 @@
 """The two ways to wait for an answer of Ray: in an event loop, and on the thread that calls."""
 
 import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-__all__ = ["IN_EVENT_LOOP", "ON_THREAD", "Answers"]
+__all__ = ["IN_EVENT_LOOP", "ON_THREAD", "Answers", "Together"]
 
 
 class Answers(Protocol):
@@ -14,6 +16,51 @@ class Answers(Protocol):
 
     async def all(self, refs: list[Any]) -> list[Any]:
         """Values of objects."""
+
+
+class Together:
+    """Calls made at the same time share a message: one of Ray costs the actor more than what it is about.
+
+    A call that nobody is ahead of goes out at once; what comes while two messages are under way goes with the next.
+
+    Parameters
+    ----------
+    send : callable
+        Sends items, and gives an answer to each: ``(failed, value)``, or None for one that takes longer.
+    at_most : int
+        Items of a message.
+    """
+
+    def __init__(self, send: Callable[[list[Any]], Awaitable[list[Any]]], at_most: int = 32) -> None:
+        self._send = send
+        self._at_most = at_most
+        self._waiting: deque[tuple[Any, asyncio.Future[Any]]] = deque()
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def call(self, item: Any) -> Any:
+        """Answer to an item; None where it takes longer."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, answer))
+        if len(self._sending) < 2:
+            sending = asyncio.ensure_future(self._run())
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        return await answer
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(self._at_most, len(self._waiting)))]
+            try:
+                answers = await self._send([item for item, _ in batch])
+            except Exception as error:
+                answers = [(True, error)] * len(batch)
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if future.done():  # cancelled
+                    continue
+                if answer is not None and answer[0]:
+                    future.set_exception(answer[1])
+                else:
+                    future.set_result(None if answer is None else answer[1])
 
 
 class _InEventLoop:

@@ -1,11 +1,13 @@
 """The buffer as producers and trainers see it: the methods of ReplayBuffer, wherever in the cluster they are called."""
 
+import asyncio
 import itertools
 import os
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
@@ -13,7 +15,7 @@ from pystale.group import Arriving, Group, read_group
 from pystale.integrations.ray.actor import ReplayBufferActor, checked_settings
 from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
-from pystale.integrations.ray.calls import IN_EVENT_LOOP, ON_THREAD, Answers
+from pystale.integrations.ray.calls import IN_EVENT_LOOP, ON_THREAD, Answers, Together
 from pystale.integrations.ray.keeper import PayloadKeeper, PayloadsLost
 from pystale.integrations.ray.summary import assembled, payloads_of, summaries_of
 from pystale.staleness import StalenessRule, checked_int
@@ -54,6 +56,7 @@ class _Client:
         # A node that came later has none; any other does, and then payloads cross the network once more.
         self.keeper = here if here in self.keepers else min(self.keepers)
         self.leases: dict[tuple[str, Any], str] = {}
+        self.together: WeakKeyDictionary[Any, tuple[Together, Together]] = WeakKeyDictionary()  # by event loop
         self._numbers = itertools.count()
         self._open: dict[int, None] = {}
         self._lock = threading.Lock()
@@ -135,11 +138,9 @@ class _Methods:
                 for summary in summaries:
                     summary.group_id = call.token  # the same when the call is sent again
             prompts, responses = payloads_of(arriving)
-            keeper = client.keepers[client.keeper]
-            await self.answers.one(keeper.keep.remote(name, prompts, responses))
             lease = client.leases.get((task_name, summaries[0].group_id))
-            status, group_id = await self.answers.one(
-                client.actor.put.remote(call, task_name, summaries, train_step, lease)
+            status, group_id = await self._store(
+                (name, prompts, responses), (call, task_name, summaries, train_step, lease)
             )
         finally:
             client.end(call)
@@ -147,6 +148,38 @@ class _Methods:
         write_arrival(arriving, group_id, arriving.rerolls, train_step)
         result: Status = status
         return result
+
+    async def _store(self, payload: tuple[Any, ...], put: tuple[Any, ...]) -> tuple[Status, Any]:
+        """Payloads first, so that a summary never stands for nothing."""
+        keeper, actor = self.client.keepers[self.client.keeper], self.client.actor
+        answer: tuple[Status, Any] | None = None
+        if self.answers is IN_EVENT_LOOP:
+            keeping, putting = self._together()
+            await keeping.call(payload)
+            answer = await putting.call(put)
+        else:
+            await self.answers.one(keeper.keep.remote(*payload))
+        if answer is None:
+            answer = await self.answers.one(actor.put.remote(*put))
+        return answer
+
+    def _together(self) -> tuple[Together, Together]:
+        """For the calls of the running event loop: those to the keeper, and those to the actor."""
+        loop = asyncio.get_running_loop()
+        found = self.client.together.get(loop)
+        if found is None:
+            keeper, actor = self.client.keepers[self.client.keeper], self.client.actor
+
+            async def keep(payloads: list[Any]) -> list[Any]:
+                await self.answers.one(keeper.keep_many.remote(payloads))
+                return [(False, None)] * len(payloads)
+
+            async def put(puts: list[Any]) -> list[Any]:
+                answers: list[Any] = await self.answers.one(actor.put_many.remote(puts))
+                return answers
+
+            found = self.client.together[loop] = (Together(keep, 8), Together(put))
+        return found
 
     async def get(self, n: int, task_name: str, status: Any) -> list[Group]:
         handed_out = await self.call("get", checked_int("n", n, at_least=0), task_name, status)

@@ -47,6 +47,11 @@ class PayloadKeeper:
                 self._refs[payload] = ray.put(value)
                 self._unconfirmed[payload] = now
 
+    def keep_many(self, payloads: Iterable[tuple[str, Any, Any]]) -> None:
+        """:meth:`keep` for several groups."""
+        for name, prompts, responses in payloads:
+            self.keep(name, prompts, responses)
+
     def refs(self, names: Iterable[str]) -> list[Any]:
         """References to payloads; None for one that is not here."""
         return [self._refs.get(name) for name in names]

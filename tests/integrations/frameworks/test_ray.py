@@ -31,7 +31,10 @@ from pystale import (
 ray = pytest.importorskip("ray")
 from ray._private.internal_api import memory_summary  # noqa: E402
 
+from pystale.group import read_group  # noqa: E402
 from pystale.integrations.ray import RayReplayBuffer  # noqa: E402
+from pystale.integrations.ray.bookings import Call  # noqa: E402
+from pystale.integrations.ray.summary import payloads_of, summaries_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -453,6 +456,49 @@ def test_ranks_fetch_their_share_of_a_batch(start: Any) -> None:
     assert sum(share.trainable_tokens for share in shares) == batch.trainable_tokens
 
 
+def test_a_call_that_comes_twice_is_done_once(start: Any) -> None:
+    buffer = start()
+    call = Call(buffer.client_id, 10**6, 10**6)
+    (keeper,) = buffer.keepers
+    name = f"{keeper}/{call.token}"
+    arriving = read_group(group_of(0, [3, 4]), "default")
+    ray.get(buffer.keepers[keeper].keep.remote(name, *payloads_of(arriving)))
+    put = (call, "default", summaries_of(arriving, name), 5, None)
+    take = (Call(buffer.client_id, 10**6 + 1, 10**6), "trainer", {"default": 1}, 5, True)
+    first = ray.get(buffer.actor.put.remote(*put))
+    assert ray.get(buffer.actor.put.remote(*put)) == first == (Status.COMPLETED, 0)
+    taken = ray.get(buffer.actor.take.remote(*take))
+    kill_actor(buffer)
+    assert ray.get(buffer.actor.put.remote(*put)) == first, "though it has been taken since"
+    assert len(buffer) == 0
+    again = ray.get(buffer.actor.take.remote(*take))
+    assert [state.rollout_id for state in again[0]["default"][0]] == [
+        state.rollout_id for state in taken[0]["default"][0]
+    ]
+    assert again[1] == taken[1] == {"default": 2}
+    assert buffer.ledger()["trained"] == 2
+    assert payloads(buffer) == 2
+
+
+def test_many_puts_at_once_each_get_their_answer(start: Any) -> None:
+    buffer = start(max_groups=12, batch_groups=12)
+
+    async def main() -> list[Any]:
+        puts = [asyncio.ensure_future(buffer.put(group_of(n, [3, 4]), train_step=5)) for n in range(24)]
+        seen: list[Any] = []
+        for _ in range(2):
+            await buffer.wait_ready({"default": 12})
+            seen += [
+                group[0].group_id for group in (await buffer.take_train_batch({"default": 12}, train_step=5))["default"]
+            ]
+        assert await asyncio.gather(*puts) == [Status.COMPLETED] * 24
+        with pytest.raises(ValueError, match="is stored already"):
+            await asyncio.gather(*[buffer.put(group_of(90, [3, 4]), train_step=5) for _ in range(2)])
+        return seen
+
+    assert sorted(asyncio.run(main())) == list(range(24))
+
+
 class Echo:
     """An agent loop that answers with the prompt, twice."""
 
@@ -526,5 +572,6 @@ def test_the_demo_runs_on_it(mode: str, tmp_path: Path) -> None:
 def test_the_example_of_the_readme_runs(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```py\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    examples = re.findall(r"^```py\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    (example,) = [example for example in examples if "RayReplayBuffer" in example]
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
