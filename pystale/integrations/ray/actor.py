@@ -566,13 +566,19 @@ class ReplayBufferActor:
         swept = time.monotonic()
         while True:
             await asyncio.sleep(min(self._lease_s, self._grace_s) / 4)
-            since = time.monotonic() - self._lease_s
-            for client in {token.rpartition("-")[0] for token in self._bookings.lent.values()}:
-                if self._heard.setdefault(client, time.monotonic()) < since:
-                    self._forget(client)
-            if time.monotonic() - swept >= self._grace_s / 2:
-                swept = time.monotonic()
-                await self._sweep()
+            try:
+                self._forget_those_unheard()
+                if time.monotonic() - swept >= self._grace_s / 2:
+                    swept = time.monotonic()
+                    await self._sweep()
+            except Exception:  # such as a full disk; it may be over the next time
+                logger.exception("clients and payloads could not be looked after")
+
+    def _forget_those_unheard(self) -> None:
+        since = time.monotonic() - self._lease_s
+        for client in {token.rpartition("-")[0] for token in self._bookings.lent.values()}:
+            if self._heard.setdefault(client, time.monotonic()) < since:
+                self._forget(client)
 
     async def _sweep(self) -> None:
         for handle in self._keepers.values():

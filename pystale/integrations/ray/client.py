@@ -16,7 +16,7 @@ from pystale.integrations.ray.actor import ReplayBufferActor, checked_settings
 from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, ON_THREAD, Answers, Together
-from pystale.integrations.ray.keeper import PayloadKeeper, PayloadsLost
+from pystale.integrations.ray.keeper import PayloadsLost, keeper_of, start_keepers
 from pystale.integrations.ray.summary import assembled, payloads_of, summaries_of
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
@@ -29,11 +29,6 @@ Buffer = TypeVar("Buffer", bound="RayReplayBuffer")
 
 # Thousands of producers may wait for room at once, and none of them may keep a take from coming in.
 CALLS_AT_ONCE = 100_000
-
-
-def keeper_of(node_id: str) -> str:
-    """Name of the keeper of a node: short, since every payload is named after it."""
-    return node_id[:12]
 
 
 class _Client:
@@ -351,27 +346,7 @@ class RayReplayBuffer:
         checked_settings(rule, settings)  # here, where the caller sees what is wrong
         namespace = namespace or ray.get_runtime_context().namespace
         prefix = name or f"pystale-{uuid.uuid4().hex[:12]}"
-        started: list[Any] = []
-        keepers = {}
-        nodes: Any = ray.nodes
-        for node in nodes():
-            if node["Alive"]:
-                keeper = keeper_of(node["NodeID"])
-                keepers[keeper] = f"{prefix}-keeper-{keeper}"
-                started.append(
-                    ray.remote(PayloadKeeper)
-                    .options(
-                        num_cpus=0,
-                        max_restarts=-1,
-                        max_task_retries=-1,
-                        lifetime=lifetime,
-                        name=keepers[keeper],
-                        namespace=namespace,
-                        # Soft: a keeper whose node is gone starts empty somewhere else, and calls to it get an answer.
-                        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=True),
-                    )
-                    .remote()
-                )
+        keepers, started = start_keepers(prefix, namespace, lifetime)
         here = ray.get_runtime_context().get_node_id()
         options = {
             "num_cpus": 1,
