@@ -171,7 +171,26 @@ cdef object mask_and_ones(steps, response_mask, int64_t cutoff, Py_ssize_t* ones
     return result
 
 
-def trainable_masks(list states, list members, bint rule_applies, train_step, token_stale_threshold):
+cdef Py_ssize_t ones_in_runs(ModelSteps steps, ModelSteps mask, int64_t cutoff):
+    """Ones of the effective mask of runs under a mask of runs (None: all ones); costs the runs."""
+    cdef Py_ssize_t ones = 0, left = 0, both
+    cdef list masked = [(1, len(steps))] if mask is None else mask.runs()
+    cdef Py_ssize_t at = -1
+    for step, count in steps.runs():
+        while count:
+            if not left:
+                at += 1
+                left = masked[at][1]
+            both = min(<Py_ssize_t> count, left)
+            if step >= cutoff and masked[at][0]:
+                ones += both
+            left -= both
+            count -= both
+    return ones
+
+
+def trainable_masks(list states, list members, bint rule_applies, train_step, token_stale_threshold, *,
+                    bint count_only=False):
     """Masks a group trains with, and the number of tokens that train.
 
     Parameters
@@ -183,6 +202,8 @@ def trainable_masks(list states, list members, bint rule_applies, train_step, to
         Whether the token rule applies to the group.
     train_step : int
     token_stale_threshold : int or None
+    count_only : bool
+        Make no masks. What is in runs is not expanded then.
 
     Returns
     -------
@@ -207,6 +228,14 @@ def trainable_masks(list states, list members, bint rule_applies, train_step, to
             ones += member.trainable
             continue
         old = state.response_mask
-        mask = mask_and_ones(state.response_model_steps, old, fresh if applies else model, &ones)
+        steps = state.response_model_steps
+        if count_only and type(steps) is ModelSteps and (old is None or type(old) is ModelSteps):
+            ones += ones_in_runs(steps, old, fresh if applies else model)
+            masks.append(None)
+            continue
+        mask = mask_and_ones(steps, old, fresh if applies else model, &ones)
+        if count_only:
+            masks.append(None)
+            continue
         masks.append(mask.tolist() if isinstance(old, list) else mask)
     return masks, ones

@@ -108,7 +108,13 @@ class Member:
 
 # Masks a group trains with, None where a member keeps its own, and the number of tokens that train.
 def trainable_masks(
-    states: list[Any], members: list[Member], rule_applies: bool, train_step: int, token_stale_threshold: int | None
+    states: list[Any],
+    members: list[Member],
+    rule_applies: bool,
+    train_step: int,
+    token_stale_threshold: int | None,
+    *,
+    count_only: bool = False,
 ) -> tuple[list[Any], int]: ...
 def measure(state: Any, steps: _Steps | None, train_step: int | None = None) -> Member: ...
 

@@ -74,6 +74,9 @@ class ReplayBuffer:
         value a checkpoint or the journal cannot hold, and returns what to write in its place: anything they can hold,
         such as bytes, an array or a dict; None refuses. ``load_ref`` makes the reference of it again. Each object is
         written once per group. Both or neither. They are called from any thread, outside the lock.
+    write_masks : bool, default True
+        False: `take_train_batch` counts the tokens in the loss and leaves ``response_mask`` as it is. For a buffer of
+        summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then.
 
     Raises
     ------
@@ -127,6 +130,7 @@ class ReplayBuffer:
         journal_delay: float = 0.005,
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
+        write_masks: bool = True,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -145,6 +149,7 @@ class ReplayBuffer:
             journal=None if journal is None else Journal(journal, self.order.value, journal_delay),
             dump_ref=dump_ref,
             load_ref=load_ref,
+            write_masks=write_masks,
         )
         self.sync = BlockingReplayBuffer(self.operations)
 

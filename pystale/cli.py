@@ -1,10 +1,11 @@
 """The ``pystale`` command."""
 
 import functools
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,6 +87,20 @@ def _mode(value: str) -> str:
     return value
 
 
+def _engine(value: str) -> str:
+    if value not in ("local", "ray"):
+        raise typer.BadParameter(f"{value!r} is none of local, ray")
+    return value
+
+
+def _on_ray() -> Callable[..., Any]:
+    from pystale.demo.cluster import start_on_ray
+
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--engine ray needs Ray; install it with: pip install 'pystale[ray]'")
+    return start_on_ray
+
+
 def _share(value: str) -> float:
     try:
         share = float(value)
@@ -160,6 +175,15 @@ def demo(
             parser=_share, metavar="X", help="Share of a batch, which is 16 groups, to generate on top of the batch."
         ),
     ] = Settings.over_sample_threshold,
+    engine: Annotated[
+        str,
+        typer.Option(
+            parser=_engine,
+            metavar="ENGINE",
+            help="local: the buffer is in this process. ray: it is an actor of a Ray cluster, the one that RAY_ADDRESS "
+            "names or a new one on this machine.",
+        ),
+    ] = "local",
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +200,7 @@ def demo(
     given = {
         name: value
         for name, value in context.params.items()
-        if name not in ("mode", "checkpoint", "checkpoint_every") and _was_given(context, name)
+        if name not in ("mode", "engine", "checkpoint", "checkpoint_every") and _was_given(context, name)
     }
     try:
         settings = Settings.of_mode(mode, **given)
@@ -186,7 +210,9 @@ def demo(
         raise typer.BadParameter("--checkpoint is empty; name a directory")
     if checkpoint is None and _was_given(context, "checkpoint_every"):
         raise typer.BadParameter("--checkpoint-every needs --checkpoint DIR")
-    return functools.partial(_demo, settings, checkpoint, checkpoint_every)
+    if engine == "ray" and checkpoint is not None:
+        raise typer.BadParameter("--checkpoint keeps a run with --engine local only; leave one of the two out")
+    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
@@ -194,13 +220,13 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _demo(settings: Settings, checkpoint: str | None, every: int) -> int:
+def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str) -> int:
     from pystale.demo.checkpoint import RunDirectory
     from pystale.demo.display import NotKept, show
 
     directory = None if checkpoint is None else RunDirectory(checkpoint, every)
     try:
-        return show(settings, directory)
+        return show(settings, directory, None if engine == "local" else _on_ray())
     except BrokenPipeError:
         raise
     except NotKept as error:

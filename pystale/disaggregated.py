@@ -289,6 +289,8 @@ class DisaggAgentLoopManager:
 
         As :meth:`ReplayBuffer.take_train_batch`, which a journal makes wait while the groups are nowhere.
         """
+        if not isinstance(self.buffer, ReplayBuffer):
+            return await self._take_elsewhere(sizes, train_step)
         claim = await claim_train_batch(self.buffer.operations, sizes, train_step, IN_EVENT_LOOP)
         if not claim.batch:
             return await claim.hand_over(IN_EVENT_LOOP)
@@ -300,8 +302,30 @@ class DisaggAgentLoopManager:
             self._production.look_again()
             raise
 
+    async def _take_elsewhere(self, sizes: dict[str, int], train_step: int) -> TrainBatch:
+        """Take from a buffer in another process, where nothing happens in the same moment as here.
+
+        Counted before it is taken, so that production never sees less than there is, and draws too much.
+        """
+        self.progress.consume(sizes, train_step)
+        batch = TrainBatch({}, {})
+        try:
+            batch = await self.buffer.take_train_batch(sizes, train_step=train_step)
+        finally:
+            if not batch:
+                self.progress.give_back(sizes, train_step)
+                self._production.look_again()
+        return batch
+
+    async def _refresh_elsewhere(self, train_step: int) -> None:
+        await self.buffer.refresh_staleness(train_step)
+        self._production.look_again()
+
     def _refresh_behind(self, train_step: int) -> None:
         """Refresh without awaiting what follows from it: a cancellation meanwhile would lose the batch taken."""
+        if not isinstance(self.buffer, ReplayBuffer):
+            self._production.follow(self._refresh_elsewhere(train_step), _refresh_failed)
+            return
         _, effects = self.buffer.operations.refresh(train_step)
         if effects.pending:
             self._production.follow(effects.finish(IN_EVENT_LOOP), _refresh_failed)

@@ -25,11 +25,11 @@ _SEQUENCES: frozenset[type] = frozenset({list, tuple, np.ndarray, type(None)})
 # Other fields may hold anything that can be written.
 ALLOWED: dict[str, frozenset[type]] = {
     **dict.fromkeys(("rollout_id", "group_id", "session_id"), _IDS),
-    **dict.fromkeys(("prompt_ids", "tokens", "response_ids", "response_mask", "logprobs"), _SEQUENCES),
+    **dict.fromkeys(("prompt_ids", "tokens", "response_ids", "logprobs"), _SEQUENCES),
     **dict.fromkeys(("input_ids", "labels", "position_ids"), _SEQUENCES),
     "task_name": frozenset({str, type(None)}),
     "prompt_model_step": _INTEGERS | {type(None)},
-    "response_model_steps": _SEQUENCES | {ModelSteps},
+    **dict.fromkeys(("response_mask", "response_model_steps"), _SEQUENCES | {ModelSteps}),
     "status": frozenset({Status, str}),
     "seq_staleness": _INTEGERS,
     "rerolls": _INTEGERS,

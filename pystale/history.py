@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pystale.batch import TrainBatch
 from pystale.checkpoint import CheckpointError
 from pystale.disposal import Cleared
-from pystale.group import read_group
+from pystale.group import Group, read_group
 from pystale.ledger import Ledger, Shares
 from pystale.segment import Entry
 from pystale.staleness import checked_int
@@ -78,9 +79,12 @@ class Changes:
     def undo_takes(self) -> None:
         self._undone = True
 
-    def envelope(self, op: str, store: "Store") -> tuple[dict[str, Any], bool, bool] | None:
-        """Entry for what was done, whether it has a group, and whether it is worth waiting for; None for nothing."""
-        waits = bool(self._put or self._expired or self._left or self._taken or self._came or self._undone)
+    def envelope(self, op: str, store: "Store", note: Any = None) -> tuple[dict[str, Any], bool, bool] | None:
+        """Entry for what was done, whether it has a group, and whether it is worth waiting for; None for nothing.
+
+        `note` is kept with it: JSON, or None.
+        """
+        waits = bool(self._put or self._expired or self._left or self._taken or self._came or self._undone or note)
         if not waits and store.train_step == self._train_step:
             return None
         self._train_step = store.train_step
@@ -115,6 +119,7 @@ class Changes:
             ("expired", self._expired),
             ("finished", self._finished),
             ("undo_takes", self._undone),
+            ("note", note),
         ):
             if value:
                 content[name] = value
@@ -130,6 +135,9 @@ class Player:
     ----------
     finished : dict of str to list
         By task, ids of the groups that came: were put, or counted without being put.
+    notes : list of (note, result)
+        Notes of operations, in order. The result of a put is the pool it was stored in, EXPIRED if it was not; that of
+        a take its TrainBatch; all others have none.
     """
 
     def __init__(self, store: "Store") -> None:
@@ -138,6 +146,7 @@ class Player:
         self._taken: dict[int, tuple[Record, list[int]]] = {}
         self._ledger: Any = None
         self.finished: dict[str, dict[Any, None]] = {}
+        self.notes: list[tuple[Any, Status | TrainBatch | None]] = []
 
     def taken(self) -> dict[str, list[Any]]:
         """By task, ids of the groups taken for training and not undone, in order."""
@@ -197,6 +206,21 @@ class Player:
             self.finished.setdefault(task_name, {})[group_id] = None
         if envelope.get("undo_takes"):
             self.undo_takes()
+        if envelope.get("note"):
+            self.notes.append((envelope["note"], self._result(envelope)))
+
+    def _result(self, envelope: dict[str, Any]) -> "Status | TrainBatch | None":
+        if envelope["op"] == "put":
+            return self._records[envelope["put"]["arrival"]].status if "put" in envelope else Status.EXPIRED
+        if envelope["op"] != "take":
+            return None
+        groups: dict[str, list[Group]] = {}
+        tokens: dict[str, int] = {}
+        for arrival, trained, *_ in envelope.get("taken", ()):
+            record, _ = self._taken[arrival]
+            groups.setdefault(record.task.name, []).append(record.states)
+            tokens[record.task.name] = tokens.get(record.task.name, 0) + trained
+        return TrainBatch(groups, tokens)
 
     def _pop(self, arrival: Any) -> "Record":
         record = self._records.pop(arrival, None)

@@ -17,12 +17,19 @@ class Taken(NamedTuple):
     tokens: int  # in the loss, of all members
 
 
-def masks_of(record: Record, train_step: int | None) -> Taken:
-    """What a group trains with at `train_step`; without one every member keeps its mask. Nothing changes."""
+def masks_of(record: Record, train_step: int | None, *, count_only: bool = False) -> Taken:
+    """What a group trains with at `train_step`; without one every member keeps its mask. Nothing changes.
+
+    With `count_only` no masks are made: of a summary, whose tokens and masks are elsewhere, the count is all there is.
+    """
     if train_step is None:
         return Taken([None] * len(record.states), sum([member.trainable for member in record.members]))
     threshold = record.task.rule.token_stale_threshold
-    return Taken(*trainable_masks(record.states, record.members, record.masks_tokens, train_step, threshold))
+    return Taken(
+        *trainable_masks(
+            record.states, record.members, record.masks_tokens, train_step, threshold, count_only=count_only
+        )
+    )
 
 
 def write_masks(records: Sequence[Record], taken: Sequence[Taken]) -> Writes:

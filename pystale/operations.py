@@ -47,7 +47,7 @@ class Operations:
     ----------
     new_store : callable
         Makes an empty store.
-    on_release, journal, dump_ref, load_ref
+    on_release, journal, dump_ref, load_ref, write_masks
         See :class:`~pystale.ReplayBuffer`.
     """
 
@@ -59,6 +59,7 @@ class Operations:
         journal: Journal | None = None,
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
+        write_masks: bool = True,
     ) -> None:
         self.journal = journal
         self.lock = threading.Lock()
@@ -68,6 +69,7 @@ class Operations:
         self._effects = functools.partial(Effects, journal, on_release)
         self._dump_ref = dump_ref
         self._load_ref = load_ref
+        self._write_masks = write_masks
         self._use(new_store())
 
     def _use(self, store: Store) -> None:
@@ -79,8 +81,14 @@ class Operations:
     # Storing and ageing
 
     def put(
-        self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None
+        self,
+        group: Sequence[Any],
+        task_name: str,
+        model_step: int | None,
+        train_step: int | None,
+        note: Any = None,
     ) -> tuple[Status, Effects]:
+        """`note`, here and elsewhere: plain data to keep with the journal's entry, which `resume` gives back."""
         checked_task_name(task_name)
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
@@ -98,7 +106,7 @@ class Operations:
         with self.lock:
             self._check_journal()
             status = self.store.put(arriving, train_step, effects.cleared)
-            effects.entry = self._record("put", encoded)
+            effects.entry = self._record("put", encoded, note=note)
             ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
         return status, effects
@@ -124,6 +132,16 @@ class Operations:
             self._check_journal()
             self.store.settings(checked_task_name(task_name))
             records = self.store.hand_out(task_name, status, n)
+        return self._lend(records)
+
+    def get_group(self, task_name: str, group_id: Any) -> Group | None:
+        """Hand out one group, whatever its pool and place; None where it is not stored."""
+        with self.lock:
+            self._check_journal()
+            record = self.store.hand_out_group(task_name, group_id)
+        return None if record is None else self._lend([record])[0]
+
+    def _lend(self, records: list[Record]) -> list[Group]:
         try:
             # As long as the responses are, and so not under the mutex.
             copies = [copied(record.states) for record in records]
@@ -135,7 +153,8 @@ class Operations:
                 self.store.lend(record, of_record)
         return [record.states for record in records]
 
-    def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
+    def settle(self, groups: Iterable[Sequence[Any]], outcome: str, note: Any = None) -> int | None:
+        """Returns the number of the journal's entry."""
         checked_outcome(outcome, OUTCOMES)
         given = [list(group) for group in groups]
         with self.lock:
@@ -152,9 +171,9 @@ class Operations:
                 self.store.name_handed_out(group)
             for read in arriving:
                 self.store.settle(read, outcome)
-            self._record("settle")
+            return self._record("settle", note=note)
 
-    def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> Effects:
+    def reject(self, group: Sequence[Any], task_name: str, outcome: str, note: Any = None) -> Effects:
         checked_outcome(outcome, OUTCOMES[1:])
         self.store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
@@ -162,19 +181,19 @@ class Operations:
         with self.lock:
             self._check_journal()
             self.store.reject(arriving, outcome, effects.cleared)
-            effects.entry = self._record("reject")
+            effects.entry = self._record("reject", note=note)
         return effects
 
     # Taking for training
 
-    def claim_batch(self, sizes: Sizes, status: Any) -> Claim:
+    def claim_batch(self, sizes: Sizes, status: Any, note: Any = None) -> Claim:
         sizes, status = self._checked_sizes(sizes), as_status(status)
         with self.lock:
             self._check_journal()
             claimed = self._claim(sizes, status)
-        return self._train(sizes, claimed, None, None)
+        return self._train(sizes, claimed, None, None, note)
 
-    def claim_train_batch(self, sizes: Sizes, train_step: int) -> tuple[Claim | None, Effects]:
+    def claim_train_batch(self, sizes: Sizes, train_step: int, note: Any = None) -> tuple[Claim | None, Effects]:
         """The claim, or None with what the refresh released, which has to be freed before trying again."""
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
@@ -184,7 +203,7 @@ class Operations:
                 return None, effects
             claimed = self._claim(sizes, Status.COMPLETED)
         effects.cleared.free()
-        return self._train(sizes, claimed, train_step, effects.entry), effects
+        return self._train(sizes, claimed, train_step, effects.entry, note), effects
 
     def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
         """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
@@ -192,7 +211,9 @@ class Operations:
             return []
         return [record for task_name, n in sizes.items() for record in self.store.hand_out(task_name, status, n)]
 
-    def _train(self, sizes: Sizes, claimed: list[Record], train_step: int | None, entry: int | None) -> Claim:
+    def _train(
+        self, sizes: Sizes, claimed: list[Record], train_step: int | None, entry: int | None, note: Any
+    ) -> Claim:
         """Book claimed records as a batch. Masks cost what responses are long, so they are made without the lock.
 
         `entry` is the journal's of what came before; that of the batch itself, if there is one, comes later.
@@ -202,7 +223,7 @@ class Operations:
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
         try:
-            taken = [masks_of(record, train_step) for record in claimed]
+            taken = [masks_of(record, train_step, count_only=not self._write_masks) for record in claimed]
             with self.lock:
                 if self.saves:
                     for record in claimed:
@@ -211,7 +232,7 @@ class Operations:
                 for record, of_record in zip(claimed, taken, strict=True):
                     groups[record.task.name].append(record.states)
                     tokens[record.task.name] += self.store.train(record, of_record)
-                entry = self._record("take") if claimed else entry
+                entry = self._record("take", note=note) if claimed else entry
         except BaseException:
             self._give_back(claimed)
             raise
@@ -301,7 +322,13 @@ class Operations:
         if self.journal is not None:
             self.journal.check()
 
-    def _record(self, op: str, group: EncodedGroup | None = None) -> int | None:
+    def annotate(self, note: Any) -> int | None:
+        """Keep a note in an entry of its own. Returns the number of the entry."""
+        with self.lock:
+            self._check_journal()
+            return self._record("note", note=note)
+
+    def _record(self, op: str, group: EncodedGroup | None = None, *, note: Any = None) -> int | None:
         """Append what the store was told to do since the last call; the one place where that happens.
 
         Called under the lock, so that entries have the order of what they tell. Returns the number of an entry that
@@ -310,7 +337,7 @@ class Operations:
         changes, journal = self.store.changes, self.journal
         if changes is None or journal is None:
             return None
-        done = changes.envelope(op, self.store)
+        done = changes.envelope(op, self.store, note)
         if done is None:
             return None
         envelope, has_group, waits = done

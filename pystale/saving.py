@@ -46,12 +46,15 @@ class Resumed:
         became of them, their prompts are not to be drawn again.
     taken : dict of str to list
         By task and in order, ids of the groups taken for training after the checkpoint. They are not in the buffer.
+    notes : list of (note, result)
+        What callers inside pystale kept in the journal with their operations, and what those returned.
     """
 
     extra: dict[str, Any] = field(default_factory=dict)
     in_flight: dict[str, list[Any]] = field(default_factory=dict)
     finished: dict[str, list[Any]] = field(default_factory=dict)
     taken: dict[str, list[Any]] = field(default_factory=dict)
+    notes: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class SaveJob:
@@ -312,6 +315,7 @@ def _load(
         player.undo_takes()
     resumed.finished.update({task: list(ids) for task, ids in player.finished.items()})
     resumed.taken.update(player.taken())
+    resumed.notes.extend(player.notes)
     return store, resumed, reading
 
 

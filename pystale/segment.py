@@ -40,6 +40,7 @@ An entry is what one operation of the buffer did. Groups are named by their arri
 ``expired``        optional; ``[arrival, [positions]]`` of members that were reset, after the put
 ``finished``       optional; ``[task, group_id]`` of a group that came to the buffer and was not stored
 ``undo_takes``     optional; true: all groups taken since the checkpoint are stored again
+``note``           optional; whatever JSON the caller of the operation wanted to find again
 =================  ===================================================================================================
 
 What is handed out by ``get`` stays in the journal as it is until it is put back, settled or rejected.

@@ -317,18 +317,22 @@ class Store:
         task = self.tasks.get(task_name)
         if task is None:
             return []
-        records = []
-        for number in self.index.first(task.number, number_of(status), n):
-            record = self.records[number]
-            self._announce(record, leaving=True)
-            self.remove(record)
-            self.claimed[record.arrival] = record
-            if self.train_step is not None:
-                write_staleness(record.states, record.members, self.train_step)
-            self.ledger.stored -= record.tokens
-            self.ledger.in_flight += record.tokens
-            records.append(record)
-        return records
+        return [self._claim(self.records[number]) for number in self.index.first(task.number, number_of(status), n)]
+
+    def hand_out_group(self, task_name: str, group_id: Any) -> Record | None:
+        """As :meth:`hand_out`, for one group of whatever pool; None where it is not stored."""
+        number = self.numbers.get((task_name, group_id))
+        return None if number is None else self._claim(self.records[number])
+
+    def _claim(self, record: Record) -> Record:
+        self._announce(record, leaving=True)
+        self.remove(record)
+        self.claimed[record.arrival] = record
+        if self.train_step is not None:
+            write_staleness(record.states, record.members, self.train_step)
+        self.ledger.stored -= record.tokens
+        self.ledger.in_flight += record.tokens
+        return record
 
     def give_back(self, record: Record) -> None:
         """Store a record again that :meth:`hand_out` gave, as if it had never left."""

@@ -28,6 +28,7 @@ PATIENCE_S = 120
 COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38;[25];[\d;]+|9[0-7])m")
 OPTIONS = (
     "--mode",
+    "--engine",
     "--checkpoint",
     "--checkpoint-every",
     "--steps",
@@ -180,6 +181,8 @@ def test_a_short_run_in_a_pipe(tmp_path):
         ["--checkpoint"],
         ["--checkpoint", ""],
         ["--checkpoint-every", "5"],
+        ["--engine", "spark"],
+        ["--engine", "ray", "--checkpoint", "nowhere"],
         ["--checkpoint-every", "0", "--checkpoint", "nowhere"],
         ["--no-such-option"],
     ],

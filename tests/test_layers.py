@@ -75,8 +75,8 @@ LAYERS = (
         "rounds",
         "tasks",
     ),
-    ("cli", "demo", "__main__"),
     ("integrations",),
+    ("cli", "demo", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # `pystale` itself gathers what users need, and is imported only by what stands above all it gathers.

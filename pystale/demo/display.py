@@ -5,7 +5,8 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -42,7 +43,9 @@ class NotKept(RuntimeError):
     """A run ended because it could not be kept: the disk is full, or gone."""
 
 
-def show(settings: Settings, directory: RunDirectory | None = None) -> int:
+def show(
+    settings: Settings, directory: RunDirectory | None = None, new_buffer: Callable[..., Any] | None = None
+) -> int:
     """Run, or go on, with a display that suits standard output.
 
     Parameters
@@ -50,6 +53,8 @@ def show(settings: Settings, directory: RunDirectory | None = None) -> int:
     settings : Settings
     directory : RunDirectory, optional
         Where the run is kept.
+    new_buffer : callable, optional
+        See :class:`~pystale.demo.run.Run`.
 
     Returns
     -------
@@ -65,7 +70,7 @@ def show(settings: Settings, directory: RunDirectory | None = None) -> int:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run(settings, directory)
+        run = Run(settings, directory, new_buffer)
     console = Console(highlight=False)
     fancy = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     display: LiveDisplay | PlainDisplay = LiveDisplay(console) if fancy else PlainDisplay()

@@ -1,7 +1,9 @@
 """What a run consists of, whatever its mode: it is set up or read from a directory, trains, publishes and saves."""
 
 import asyncio
+import functools
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -60,6 +62,9 @@ class Run:
     settings : Settings
     directory : RunDirectory, optional
         Where the run is kept. What it holds is continued.
+    new_buffer : callable, optional
+        Makes a buffer in another process; called with the record, the rule and the tail batch trigger. Not together
+        with a directory.
 
     Attributes
     ----------
@@ -78,7 +83,12 @@ class Run:
         If the file system refuses.
     """
 
-    def __init__(self, settings: Settings, directory: RunDirectory | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        directory: RunDirectory | None = None,
+        new_buffer: Callable[..., Any] | None = None,
+    ) -> None:
         self.settings = settings
         self.directory = directory
         saved = None if directory is None else directory.read(settings)
@@ -91,7 +101,10 @@ class Run:
             np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(3)
         )
         journal = None if directory is None else directory.journal
-        self.strategy, self.buffer = settings.build(on_release=self.record.add_expired, journal=journal)
+        if new_buffer is None:
+            self.strategy, self.buffer = settings.build(on_release=self.record.add_expired, journal=journal)
+        else:
+            self.strategy, self.buffer = settings.build(functools.partial(new_buffer, self.record))
         self.sampler = CountingSampler(self.buffer, settings.group_size, prompt_rng)
         self.trainer: Trainer | None = None
         self.engine: Engine | None = None

@@ -1,5 +1,6 @@
 """Settings of a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,15 @@ class Settings:
         """
         return cls(mode=mode, **{**(SYNCHRONOUS if mode == "sync" else {}), **changed})
 
-    def build(self, **buffer_settings: Any) -> tuple[AsyncProduceStrategy | DisaggAsyncProduceStrategy, ReplayBuffer]:
+    def build(
+        self, new_buffer: Callable[..., Any] = ReplayBuffer, **buffer_settings: Any
+    ) -> tuple[AsyncProduceStrategy | DisaggAsyncProduceStrategy, ReplayBuffer]:
         """Producer and buffer that agree on these settings.
 
         Parameters
         ----------
+        new_buffer : callable
+            Makes the buffer; called as :class:`~pystale.ReplayBuffer` is.
         **buffer_settings
             Further arguments of :class:`~pystale.ReplayBuffer`.
 
@@ -100,9 +105,7 @@ class Settings:
                 max_token_staleness=self.max_token_staleness,
                 tail_batch_trigger_size=self.tail_batch_trigger_size,
             ).build(sync_weights_interval=self.sync_weights_interval)
-        buffer = ReplayBuffer(
-            strategy.rule, tail_batch_trigger_size=strategy.tail_batch_trigger_size, **buffer_settings
-        )
+        buffer = new_buffer(strategy.rule, tail_batch_trigger_size=strategy.tail_batch_trigger_size, **buffer_settings)
         return strategy, buffer
 
 
