@@ -20,7 +20,7 @@ from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
 from pystale.journal import Journal
-from pystale.masks import masks_of, write_masks
+from pystale.masks import counts_of, masks_of, write_masks
 from pystale.payload import DumpRef, EncodedGroup, LoadRef
 from pystale.readiness import Waiter, Waiters
 from pystale.record import Record
@@ -223,7 +223,8 @@ class Operations:
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
         try:
-            taken = [masks_of(record, train_step, count_only=not self._write_masks) for record in claimed]
+            trains_with = masks_of if self._write_masks else counts_of
+            taken = [trains_with(record, train_step) for record in claimed]
             with self.lock:
                 if self.saves:
                     for record in claimed:
