@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray._private.internal_api import memory_summary
 
 from pystale import (
     AgentLoopManager,
@@ -27,14 +29,10 @@ from pystale import (
     Status,
     TaskSpec,
 )
-
-ray = pytest.importorskip("ray")
-from ray._private.internal_api import memory_summary  # noqa: E402
-
-from pystale.group import read_group  # noqa: E402
-from pystale.integrations.ray import RayReplayBuffer  # noqa: E402
-from pystale.integrations.ray.bookings import Call  # noqa: E402
-from pystale.integrations.ray.summary import payloads_of, summaries_of  # noqa: E402
+from pystale.group import read_group
+from pystale.integrations.ray import RayReplayBuffer
+from pystale.integrations.ray.bookings import Call
+from pystale.integrations.ray.summary import payloads_of, summaries_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
