@@ -65,6 +65,8 @@ class Operations:
         self.lock = threading.Lock()
         self.waiters = Waiters()
         self.saves: list[SaveJob] = []
+        # By identity: batches that are booked as taken, and whose callers do not have them yet.
+        self._on_their_way: dict[int, list[Record]] = {}
         self._new_store = new_store
         self._effects = functools.partial(Effects, journal, on_release)
         self._dump_ref = dump_ref
@@ -219,7 +221,7 @@ class Operations:
         `entry` is the journal's of what came before; that of the batch itself, if there is one, comes later.
         """
         if not claimed and any(sizes.values()):
-            return Claim(TrainBatch({}, {}), [], [], Writes(), self._take_back, self.journal, entry)
+            return Claim(TrainBatch({}, {}), [], [], Writes(), self._arrived, self._take_back, self.journal, entry)
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
         try:
@@ -234,10 +236,17 @@ class Operations:
                     groups[record.task.name].append(record.states)
                     tokens[record.task.name] += self.store.train(record, of_record)
                 entry = self._record("take", note=note) if claimed else entry
+                if entry is not None:
+                    self._on_their_way[id(claimed)] = claimed
         except BaseException:
             self._give_back(claimed)
             raise
-        return Claim(TrainBatch(groups, tokens), claimed, taken, writes, self._take_back, self.journal, entry)
+        batch = TrainBatch(groups, tokens)
+        return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
+
+    def _arrived(self, claim: Claim) -> None:
+        with self.lock:
+            self._on_their_way.pop(id(claim.records), None)
 
     def _give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
@@ -258,6 +267,7 @@ class Operations:
             except Exception:
                 logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
         with self.lock:
+            self._on_their_way.pop(id(claim.records), None)
             for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
                 if again is not None:
                     self.store.untrain(record, taken)
@@ -363,7 +373,8 @@ class Operations:
         with self.lock:
             if self.journal is not None:
                 self.journal.check_open()
-            job = SaveJob(directory, self.store, self.lock, self._dump_ref, self.journal, extra)
+            on_their_way = [record for batch in self._on_their_way.values() for record in batch]
+            job = SaveJob(directory, self.store, self.lock, self._dump_ref, self.journal, extra, on_their_way)
             self.saves.append(job)
             return job
 
