@@ -146,7 +146,8 @@ def test_no_group_is_trained_twice(mode):
 
 @pytest.mark.parametrize("mode", ASYNCHRONOUS)
 def test_responses_live_through_several_versions(mode):
-    record, _ = finished(mode, steps=10, group_size=8)
+    # In disaggregated mode it is a matter of time whether a sync meets a response; over 40 steps some do.
+    record, _ = finished(mode, steps=10 if mode == "colocated" else 40, group_size=8)
     assert max(record.versions) > 1
     assert record.groups_continued > 0
     assert record.sample is not None

@@ -238,6 +238,24 @@ def test_takes_since_the_checkpoint_are_named_and_can_be_undone(tmp_path):
     assert picture(again) == picture(undone)
 
 
+@pytest.mark.parametrize("kept", range(4))
+def test_checkpoints_with_nothing_between_them_leave_no_gap(tmp_path, kept):
+    """Every checkpoint can be gone on from with the journal as it is when a later one has not got to its place."""
+    buffer = make(tmp_path / "j")
+    buffer.sync.put(group([5], group_id=0), train_step=6)
+    for number in range(4):
+        # As a save that is killed before its checkpoint is in place: the journal has rotated, and nothing is deleted.
+        job = buffer.operations.start_save(tmp_path / "killed")
+        if number == kept:
+            buffer.sync.save(tmp_path / "checkpoint")
+        buffer.operations.saves.remove(job)
+        if number % 2:
+            buffer.sync.put(group([5], group_id=number), train_step=6)
+    final = make(crashed(buffer, tmp_path, "after"))
+    final.sync.resume(tmp_path / "checkpoint")
+    assert picture(final) == picture(buffer)
+
+
 @pytest.mark.parametrize("given_back", [False, True])
 def test_a_batch_on_its_way_at_the_checkpoint_is_named(tmp_path, given_back):
     buffer = make(tmp_path / "j")
