@@ -15,7 +15,7 @@ import numpy as np
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
-from pystale.disposal import collector_delayed
+from pystale.collector import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from pystale.checkpoint import DOCUMENT, CheckpointError, CheckpointWriter
-from pystale.checkpoint_reader import LoadedGroup, collector_paused, read_checkpoint_into
+from pystale.checkpoint_reader import LoadedGroup, read_checkpoint_into
+from pystale.collector import collector_paused
 from pystale.field_types import DumpRef, LoadRef
 from pystale.group import AGEING, Arriving, read_group
 from pystale.history import Player
@@ -387,7 +388,8 @@ def _filled(
             )
         # Absent in files written before it was kept.
         for group in _objects(document, "taken") if "taken" in document else ():
-            _text(group, "task"), checked_int("arrival", group.get("arrival"), at_least=0)
+            _text(group, "task")
+            checked_int("arrival", group.get("arrival"), at_least=0)
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise _contradiction(directory, error) from None

@@ -23,6 +23,7 @@ LAYERS = (
         "checkpoint",
         "checkpoint_files",
         "checkpoint_reader",
+        "collector",
         "columns",
         "decoding",
         "disposal",
@@ -53,6 +54,7 @@ LAYERS = (
         "writing",
     ),
     (
+        "backoff",
         "call",
         "client",
         "continuation",

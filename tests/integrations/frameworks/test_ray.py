@@ -399,7 +399,7 @@ def test_puts_wait_for_room_and_takes_make_it(start: Any, process: Any) -> None:
         ({"max_groups": 7, "batch_groups": 8}, "max_groups is 7, and a batch holds 8 groups"),
         ({"max_groups": {"a": 9, "b": 3}, "batch_groups": {"a": 8, "b": 4}}, "max_groups of task 'b' is 3"),
         ({"max_groups": 0}, "max_groups must be at least 1"),
-        ({"lease_s": 0}, "lease_s must be a positive number of seconds"),
+        ({"lease_s": 0}, "lease_s must be above 0 and finite"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(
