@@ -30,6 +30,7 @@ from pystale.state import Status, as_status
 from pystale.store import AGEING_BITS, Store, status_bits
 from pystale.take import Claim
 from pystale.ticket import copied
+from pystale.trace import Trace, members_of
 from pystale.writing import Writes
 
 __all__ = ["Operations"]
@@ -49,6 +50,8 @@ class Operations:
         Makes an empty store.
     on_release, journal, dump_ref, load_ref, write_masks
         See :class:`~pystale.ReplayBuffer`.
+    trace : Trace, optional
+        Told of everything, in the order in which it happens.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Operations:
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
         write_masks: bool = True,
+        trace: Trace | None = None,
     ) -> None:
         self.journal = journal
+        self.trace = trace
         self.lock = threading.Lock()
         self.waiters = Waiters()
         self.saves: list[SaveJob] = []
@@ -104,10 +109,13 @@ class Operations:
             versions_required=self.store.missing_version == "error",
         )
         encoded = None if self.journal is None else encode_arriving(arriving, self._dump_ref)
+        traced = b"" if self.trace is None else members_of(arriving)
         effects = self._effects()
         with self.lock:
             self._check_journal()
             status = self.store.put(arriving, train_step, effects.cleared)
+            if self.trace is not None:
+                self.trace.put(self.store, arriving, traced, train_step)
             effects.entry = self._record("put", encoded, note=note)
             ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
         _wake(ready)
@@ -115,9 +123,12 @@ class Operations:
 
     def refresh(self, train_step: int, statuses: Iterable[Any] | None = None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
-        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
+        pools = set(AGEING) if statuses is None else {as_status(s) for s in statuses}.intersection(AGEING)
         with collector_delayed(), self.lock:
-            return self._refresh(train_step, bits)
+            done = self._refresh(train_step, status_bits(pools))
+            if self.trace is not None:
+                self.trace.refresh(train_step, pools)
+            return done
 
     def _refresh(self, train_step: int, bits: int) -> tuple[dict[str, int], Effects]:
         self._check_journal()
@@ -134,6 +145,8 @@ class Operations:
             self._check_journal()
             self.store.settings(checked_task_name(task_name))
             records = self.store.hand_out(task_name, status, n)
+            if self.trace is not None:
+                self.trace.get(records)
         return self._lend(records)
 
     def get_group(self, task_name: str, group_id: Any) -> Group | None:
@@ -141,6 +154,8 @@ class Operations:
         with self.lock:
             self._check_journal()
             record = self.store.hand_out_group(task_name, group_id)
+            if self.trace is not None and record is not None:
+                self.trace.get([record])
         return None if record is None else self._lend([record])[0]
 
     def _lend(self, records: list[Record]) -> list[Group]:
@@ -167,22 +182,28 @@ class Operations:
         ]
         if len(set(names)) < len(names):
             raise ValueError("a group is given twice; it can be settled once")
+        traced = [b"" if self.trace is None else members_of(read) for read in arriving]
         with self.lock:
             self._check_journal()
             for group in given:
                 self.store.name_handed_out(group)
-            for read in arriving:
+            for read, members in zip(arriving, traced, strict=True):
                 self.store.settle(read, outcome)
+                if self.trace is not None:
+                    self.trace.close_account("settle", self.store, read, members, outcome)
             return self._record("settle", note=note)
 
     def reject(self, group: Sequence[Any], task_name: str, outcome: str, note: Any = None) -> Effects:
         checked_outcome(outcome, OUTCOMES[1:])
         self.store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
+        traced = b"" if self.trace is None else members_of(arriving)
         effects = self._effects()
         with self.lock:
             self._check_journal()
             self.store.reject(arriving, outcome, effects.cleared)
+            if self.trace is not None:
+                self.trace.close_account("reject", self.store, arriving, traced, outcome)
             effects.entry = self._record("reject", note=note)
         return effects
 
@@ -192,7 +213,7 @@ class Operations:
         sizes, status = self._checked_sizes(sizes), as_status(status)
         with self.lock:
             self._check_journal()
-            claimed = self._claim(sizes, status)
+            claimed = self._claim(sizes, status, None)
         return self._train(sizes, claimed, None, None, note)
 
     def claim_train_batch(self, sizes: Sizes, train_step: int, note: Any = None) -> tuple[Claim | None, Effects]:
@@ -202,16 +223,21 @@ class Operations:
         with collector_delayed(), self.lock:
             _, effects = self._refresh(train_step, AGEING_BITS)
             if effects.cleared.states:
+                if self.trace is not None:
+                    self.trace.refresh(train_step, AGEING)
                 return None, effects
-            claimed = self._claim(sizes, Status.COMPLETED)
+            claimed = self._claim(sizes, Status.COMPLETED, train_step)
         effects.cleared.free()
         return self._train(sizes, claimed, train_step, effects.entry, note), effects
 
-    def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
+    def _claim(self, sizes: Sizes, status: Status, train_step: int | None) -> list[Record]:
         """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
-        if self._short(sizes, status):
-            return []
-        return [record for task_name, n in sizes.items() for record in self.store.hand_out(task_name, status, n)]
+        claimed = []
+        if not self._short(sizes, status):
+            claimed = [record for name, n in sizes.items() for record in self.store.hand_out(name, status, n)]
+        if self.trace is not None:
+            self.trace.take(sizes, status, train_step, claimed)
+        return claimed
 
     def _train(
         self, sizes: Sizes, claimed: list[Record], train_step: int | None, entry: int | None, note: Any
@@ -236,6 +262,8 @@ class Operations:
                     groups[record.task.name].append(record.states)
                     tokens[record.task.name] += self.store.train(record, of_record)
                 entry = self._record("take", note=note) if claimed else entry
+                if self.trace is not None and not self.store.claimed:
+                    self.trace.account(self.store)
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
@@ -253,6 +281,8 @@ class Operations:
         with self.lock:
             for record in claimed:
                 self.store.give_back(record)
+            if self.trace is not None:
+                self.trace.undo(claimed)
             ready = self.waiters.pop_ready(self._short)
         _wake(ready)
 
@@ -271,6 +301,8 @@ class Operations:
             for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
                 if again is not None:
                     self.store.untrain(record, taken)
+                    if self.trace is not None:
+                        self.trace.undo([record])
                     self._record("take back", again)
             ready = self.waiters.pop_ready(self._short)
         _wake(ready)
@@ -356,9 +388,25 @@ class Operations:
         return number if waits else None
 
     def close(self) -> None:
-        """Blocks until the journal is written."""
-        if self.journal is not None:
-            self.journal.close()
+        """Blocks until journal and trace are written."""
+        try:
+            if self.journal is not None:
+                self.journal.close()
+        finally:
+            if self.trace is not None:
+                self._trace_account(self.trace)
+                self.trace.close()
+
+    def flush_trace(self) -> None:
+        """Blocks until the trace is written, the account as it is now included."""
+        if self.trace is not None:
+            self._trace_account(self.trace)
+            self.trace.flush()
+
+    def _trace_account(self, trace: Trace) -> None:
+        with self.lock:
+            if not self.store.claimed:  # else groups are between the buffer and who takes them
+                trace.account(self.store)
 
     # Checkpoints
 

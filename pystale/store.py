@@ -5,8 +5,9 @@ the two integers per member that decide everything are in the compiled :class:`~
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pystale._core import StalenessIndex
 from pystale._objects import Member
@@ -41,6 +42,14 @@ def status_bits(statuses: Iterable[Status]) -> int:
 AGEING_BITS = status_bits(AGEING)
 
 
+class Came(NamedTuple):
+    """What the store found out about a group that came."""
+
+    group_id: Any
+    returned: bool = False  # it had been handed out
+    restarted: Sequence[int] = ()  # members that do not go on with the response they had then
+
+
 class Store:
     """Groups, their index, what is handed out, and the account of tokens."""
 
@@ -65,6 +74,9 @@ class Store:
         self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets = HandedOut()
         self.ledger = Ledger()
+        # "expired": how often members of a group expired, also of one that waits for its re-roll already.
+        self.group_counts = Counter(dict.fromkeys(("trained", "expired", "rerolled", "discarded"), 0))
+        self.came = Came(None)  # the latest group that was put, settled or rejected
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
         self.own_group_ids = 0
@@ -147,8 +159,9 @@ class Store:
         if ticket is None:
             self.arrivals += 1
             self.ledger.produced += tokens
+            self.came = Came(group_id)
         else:
-            self.ledger.take_back(self.tickets.take_back(name), arriving)
+            self.came = Came(group_id, True, self.ledger.take_back(self.tickets.take_back(name), arriving))
         self.ledger.stored += tokens
 
         if status not in AGEING:
@@ -242,6 +255,7 @@ class Store:
             Whether the group entered the EXPIRED pool or left the store.
         """
         self._announce(record, leaving=False)
+        self.group_counts["expired"] += 1
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
             self._discard(record, "max_rerolls" if record.task.retries else "expired", cleared)
@@ -265,6 +279,7 @@ class Store:
     def _discard(self, record: Record, reason: str, cleared: Cleared) -> None:
         """Have a stored group leave for good."""
         self.remove(record)
+        self.group_counts["discarded"] += 1
         if self.changes is not None:
             self.changes.leave(record)
         self.ledger.stored -= record.tokens
@@ -347,6 +362,7 @@ class Store:
         self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
+            self.group_counts["rerolled"] += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
         ticket = Ticket.of(record, copies)
@@ -358,6 +374,7 @@ class Store:
         self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
         shares = self.ledger.train(record.members, record.tokens, taken.tokens)
+        self.group_counts["trained"] += 1
         if self.changes is not None:
             self.changes.take(record, shares)
         return shares[0]
@@ -365,6 +382,7 @@ class Store:
     def untrain(self, record: Record, taken: Taken) -> None:
         """Store a record again that :meth:`train` booked, as if it had never left."""
         self.ledger.untrain(record.members, record.tokens, taken.tokens)
+        self.group_counts["trained"] -= 1
         self.give_back(record)
         if self.changes is not None:
             self.changes.put(record, returned=False)
@@ -374,7 +392,7 @@ class Store:
         ticket = self.tickets.take_back((arriving.task_name, arriving.group_id))
         if self.changes is not None:
             self.changes.settle(ticket)
-        self.ledger.take_back(ticket, arriving)
+        self.came = Came(arriving.group_id, True, self.ledger.take_back(ticket, arriving))
         self.ledger.close(arriving.members, outcome)
 
     def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
@@ -388,6 +406,7 @@ class Store:
         else:
             if self.changes is not None:
                 self.changes.finish(arriving.task_name, arriving.group_id)
+            self.came = Came(arriving.group_id)
             self.ledger.produced += arriving.tokens
             self.ledger.close(arriving.members, outcome)
         statuses = [state.status for state in arriving.states]

@@ -44,7 +44,10 @@ class NotKept(RuntimeError):
 
 
 def show(
-    settings: Settings, directory: RunDirectory | None = None, new_buffer: Callable[..., Any] | None = None
+    settings: Settings,
+    directory: RunDirectory | None = None,
+    new_buffer: Callable[..., Any] | None = None,
+    trace: str | None = None,
 ) -> int:
     """Run, or go on, with a display that suits standard output.
 
@@ -53,7 +56,7 @@ def show(
     settings : Settings
     directory : RunDirectory, optional
         Where the run is kept.
-    new_buffer : callable, optional
+    new_buffer, trace
         See :class:`~pystale.demo.run.Run`.
 
     Returns
@@ -70,7 +73,7 @@ def show(
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run(settings, directory, new_buffer)
+        run = Run(settings, directory, new_buffer, trace)
     console = Console(highlight=False)
     fancy = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     display: LiveDisplay | PlainDisplay = LiveDisplay(console) if fancy else PlainDisplay()

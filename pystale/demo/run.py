@@ -65,6 +65,8 @@ class Run:
     new_buffer : callable, optional
         Makes a buffer in another process; called with the record, the rule and the tail batch trigger. Not together
         with a directory.
+    trace : path, optional
+        File to record the buffer's operations in.
 
     Attributes
     ----------
@@ -88,6 +90,7 @@ class Run:
         settings: Settings,
         directory: RunDirectory | None = None,
         new_buffer: Callable[..., Any] | None = None,
+        trace: str | None = None,
     ) -> None:
         self.settings = settings
         self.directory = directory
@@ -102,7 +105,9 @@ class Run:
         )
         journal = None if directory is None else directory.journal
         if new_buffer is None:
-            self.strategy, self.buffer = settings.build(on_release=self.record.add_expired, journal=journal)
+            self.strategy, self.buffer = settings.build(
+                on_release=self.record.add_expired, journal=journal, trace=trace
+            )
         else:
             self.strategy, self.buffer = settings.build(functools.partial(new_buffer, self.record))
         self.sampler = CountingSampler(self.buffer, settings.group_size, prompt_rng)
