@@ -30,7 +30,7 @@ from pystale.state import Status, as_status
 from pystale.store import AGEING_BITS, Store, status_bits
 from pystale.take import Claim
 from pystale.ticket import copied
-from pystale.trace import Trace, members_of
+from pystale.trace import Trace, members_of, stored_lines
 from pystale.writing import Writes
 
 __all__ = ["Operations"]
@@ -445,11 +445,14 @@ class Operations:
         if reading is not None:
             self._refuse_resume()
             reading.finish()
+        traced = [] if self.trace is None else stored_lines(store)
         with self.lock:
             if cancelled():
                 return resumed
             self._refuse_resume()
             self._use(store)
+            if self.trace is not None:
+                self.trace.resume(store, traced)
             if reading is not None:
                 reading.open()
             if undo_takes and store.changes is not None:

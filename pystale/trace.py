@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from pystale._objects import ModelSteps, effective_mask
 from pystale.arguments import Rules, Triggers
 from pystale.files import write_all
-from pystale.group import AGEING, Arriving
+from pystale.group import AGEING, Arriving, read_group
 from pystale.staleness import StalenessRule
 from pystale.state import Status
 from pystale.strict_json import dump_json
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pystale.record import Record
     from pystale.store import Store
 
-__all__ = ["LINE_BYTES", "SCHEMA", "Trace", "trace_header"]
+__all__ = ["LINE_BYTES", "SCHEMA", "Trace", "members_of", "note_weight_sync", "stored_lines", "trace_header"]
 
 logger = logging.getLogger("pystale")
 
@@ -47,6 +47,9 @@ WRITE_BYTES = 1 << 20
 GATHER_SECONDS = 0.05
 # What a line that is not a dict of its own takes on top of its members.
 HEAD_BYTES = 400
+
+# What a line says, but for the members of its group; and these, as JSON.
+Line = tuple[dict[str, Any], bytes]
 
 
 def trace_header(rules: Rules, triggers: Triggers, order: str, missing_version: str, max_rerolls: int | None) -> Any:
@@ -107,8 +110,9 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
         self._lines = _Lines(path)
         self._began = time.monotonic()
+        self._model_step: int | None = None
         self._finalizer = weakref.finalize(self, self._lines.close)
-        self._lines.append(dict(header), b"")
+        self._lines.append((dict(header), b""))
 
     @property
     def path(self) -> str:
@@ -144,8 +148,10 @@ class Trace:
         self._write("leg", {**leg, "reason": str(reason)[:100], "seconds": round(float(seconds), 3)})
 
     def weight_sync(self, model_step: int) -> None:
-        """From now on the engine serves the weights of `model_step`."""
-        self._write("sync", {"model_step": int(model_step)})
+        """From now on the engine serves the weights of `model_step`; written once for each."""
+        if model_step != self._model_step:
+            self._model_step = int(model_step)
+            self._write("sync", {"model_step": self._model_step})
 
     # What the buffer does
 
@@ -182,11 +188,23 @@ class Trace:
 
     def account(self, store: "Store") -> None:
         """The account of tokens, and the counts of groups, at this moment."""
-        ledger = store.ledger.as_dict()
-        self._write("ledger", {**ledger, "discarded": dict(ledger["discarded"]), "groups": dict(store.group_counts)})
+        self._write("ledger", _account(store))
+
+    def resume(self, store: "Store", stored: "Sequence[Line]") -> None:
+        """A checkpoint was loaded; `stored` is what :func:`stored_lines` made of its groups.
+
+        All of it waits to be written, however much it is: a trace without a part of it would say nothing.
+        """
+        at = self._at()
+        lines = [({"op": "stored", "at": at, **head}, members) for head, members in stored]
+        head = {"op": "resume", "at": at, **_given("train_step", store.train_step), **_account(store)}
+        self._lines.append((head, b""), *lines, always=True)
 
     def _write(self, op: str, content: dict[str, Any], members: bytes = b"") -> None:
-        self._lines.append({"op": op, "at": round(time.monotonic() - self._began, 3), **content}, members)
+        self._lines.append(({"op": op, "at": self._at(), **content}, members))
+
+    def _at(self) -> float:
+        return round(time.monotonic() - self._began, 3)
 
     # The file
 
@@ -219,6 +237,36 @@ def members_of(arriving: Arriving) -> bytes:
                 content["mask"] = [number for run in ModelSteps.from_list(mask).runs() for number in run]
         members.append(content)
     return dump_json(members)
+
+
+def stored_lines(store: "Store") -> list[Line]:
+    """Lines for the groups of a store that a checkpoint was loaded into, in the order in which they came."""
+    lines = []
+    for record in sorted(store.records.values(), key=lambda record: record.arrival):
+        arriving = read_group(record.states, record.task.name)
+        head = {
+            "task": record.task.name,
+            "group": _id(record.group_id),
+            "pool": record.status.name,
+            **_given("key", record.key),
+            **_given("rerolls", record.rerolls or None),
+            **_given("agentic", arriving.agentic or None),
+            **_given("prompt_model_step", arriving.prompt_model_step),
+        }
+        lines.append((head, members_of(arriving)))
+    return lines
+
+
+def note_weight_sync(buffer: Any, model_step: int) -> None:
+    """Have a weight sync in the trace of a buffer, of whatever kind, that has one."""
+    trace = getattr(buffer, "trace", None)
+    if isinstance(trace, Trace):
+        trace.weight_sync(model_step)
+
+
+def _account(store: "Store") -> dict[str, Any]:
+    ledger = store.ledger.as_dict()
+    return {**ledger, "discarded": dict(ledger["discarded"]), "groups": dict(store.group_counts)}
 
 
 def _arrival(store: "Store", arriving: Arriving) -> dict[str, Any]:
@@ -266,7 +314,7 @@ class _Lines:
         self._process = os.getpid()
         self._condition = threading.Condition()
         self._hurry = threading.Event()
-        self._waiting: list[tuple[dict[str, Any], bytes]] = []
+        self._waiting: list[Line] = []
         self._waiting_bytes = 0  # with those being written
         self._lost = 0  # since the last line that was kept
         self._appended = 0
@@ -275,26 +323,28 @@ class _Lines:
         self._failed = False
         self._writer: threading.Thread | None = None
 
-    def append(self, head: dict[str, Any], members: bytes) -> None:
-        """Have a line written; `head` and `members`, which is JSON, are not changed any more."""
+    def append(self, *lines: Line, always: bool = False) -> None:
+        """Have lines written, which are not changed any more; `always`: however much waits already."""
         if self._closed or self._failed or os.getpid() != self._process:
             return
-        size = len(members) + HEAD_BYTES
+        size = _size(lines)
         with self._condition:
-            if self._waiting_bytes + size > WAITING_BYTES or size > LINE_BYTES:
+            full = self._waiting_bytes + size > WAITING_BYTES and not always
+            if full or any(len(members) > LINE_BYTES - HEAD_BYTES for _, members in lines):
                 if not self.lost_in_all:
                     logger.warning("lines of the trace %s are left out: the disk is too slow for them", self.path)
-                self._lost += 1
-                self.lost_in_all += 1
+                self._lost += len(lines)
+                self.lost_in_all += len(lines)
                 return
-            self._note_lost(head.get("at"))
-            self._waiting.append((head, members))
+            self._note_lost(lines[0][0].get("at"))
+            idle = not self._waiting
+            self._waiting += lines
             self._waiting_bytes += size
-            self._appended += 1
+            self._appended += len(lines)
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, name="pystale-trace", daemon=True)
                 self._writer.start()
-            elif len(self._waiting) == 1:
+            elif idle:
                 self._condition.notify_all()
 
     def _note_lost(self, at: Any) -> None:
@@ -342,10 +392,10 @@ class _Lines:
                 self._write_batch(batch)
             with self._condition:
                 self._written += len(batch)
-                self._waiting_bytes -= sum(len(members) + HEAD_BYTES for _, members in batch)
+                self._waiting_bytes -= _size(batch)
                 self._condition.notify_all()
 
-    def _write_batch(self, batch: list[tuple[dict[str, Any], bytes]]) -> None:
+    def _write_batch(self, batch: list[Line]) -> None:
         try:
             gathered = bytearray()
             for head, members in batch:
@@ -365,6 +415,11 @@ class _Lines:
         except OSError:
             os.ftruncate(self._file, whole)  # so that no line is half there
             raise
+
+
+def _size(lines: Iterable[Line]) -> int:
+    """Memory that lines take while they wait, about."""
+    return sum([len(members) + HEAD_BYTES for _, members in lines])
 
 
 def _line(head: dict[str, Any], members: bytes) -> bytes:

@@ -16,6 +16,7 @@ from pystale.demo.grpo import BaseModel, Trainer
 from pystale.demo.record import Record
 from pystale.demo.rollouts import CountingSampler, forget_versions_after
 from pystale.demo.settings import TASK, Settings
+from pystale.trace import Trace, note_weight_sync
 
 __all__ = ["Display", "Run"]
 
@@ -166,6 +167,13 @@ class Run:
         """Have the engine serve the trainer's weights from the next token on."""
         trainer, engine, record = self._parts()
         engine.load_weights(trainer.parameters, record.steps)
+        note_weight_sync(self.buffer, record.steps)
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where the run is recorded, if it is."""
+        trace = getattr(self.buffer, "trace", None)  # a buffer in another process has none
+        return trace if isinstance(trace, Trace) else None
 
     @property
     def checkpoint_due(self) -> bool:
