@@ -227,6 +227,75 @@ def demo(
     return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, trace)
 
 
+def _limits(*, none: bool) -> Callable[[str], list[int | None]]:
+    """Parser of an option that takes integers, and the word "none", between commas."""
+    parse = _integer(0, none=none)
+
+    def parse_all(value: str) -> list[int | None]:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(parts):
+            raise typer.BadParameter(f"{value!r} is not a list of limits between commas, such as 0,1,2")
+        return [parse(part) for part in parts]
+
+    return parse_all
+
+
+@app.command(
+    help="Replay a recorded run under other staleness limits.\n\n"
+    "TRACE is a file that pystale demo --trace or ReplayBuffer(trace=...) wrote, or a .csv with the columns group, "
+    "rollout, model_step, tokens, put_step. Every combination of the limits is played to a buffer, after the recorded "
+    "settings, which give the run's own counts. What other settings would have done rests on assumptions that stand "
+    "under the table."
+)
+def replay(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="The recorded run.", show_default=False)],
+    max_staleness: Annotated[
+        Any,
+        typer.Option(
+            parser=_limits(none=False),
+            metavar="N,N,...",
+            help="Extra weight syncs that the oldest token of a response may lag. Not given: as recorded.",
+            show_default=False,
+        ),
+    ] = None,
+    max_token_staleness: Annotated[
+        Any,
+        typer.Option(
+            parser=_limits(none=True),
+            metavar="N|none,...",
+            help="Extra weight syncs that a token in the loss may lag. none: no token is masked. Not given: as "
+            "recorded.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
+    ] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged lines out and count them, instead of ending there.")
+    ] = False,
+) -> Callable[[], int]:
+    if plot == "":
+        raise typer.BadParameter("--plot is empty; name a directory")
+    return functools.partial(_replay, trace, max_staleness, max_token_staleness, as_json, plot, skip_damaged)
+
+
+def _replay(trace: str, sequence: Any, token: Any, as_json: bool, plots: str | None, skip_damaged: bool) -> int:
+    from pystale.replay.command import show
+
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        return _refuse("--plot needs matplotlib; install it with: pip install 'pystale[cli]'")
+    try:
+        return show(trace, sequence, token, as_json=as_json, plots=plots, skip_damaged=skip_damaged)
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+
+
 def _was_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

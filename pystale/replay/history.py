@@ -121,12 +121,16 @@ class History:
         Tokens of these by finish reason.
     syncs : int
         Weight syncs noted.
+    accounts : int
+        Accounts of the run to compare with.
     lost : int
         Lines left out when the trace was written.
     skipped : int
         Lines left out when it was read.
     damaged : list of str
         What was wrong with them.
+    seconds : float
+        From the first line to the last.
     """
 
     def __init__(self, header: Header) -> None:
@@ -137,6 +141,7 @@ class History:
         self.legs = 0
         self.leg_tokens: Counter[str] = Counter()
         self.syncs = 0
+        self.accounts = 0
         self.lost = 0
         self.skipped = 0
         self.damaged: list[str] = []
@@ -181,6 +186,8 @@ class History:
             groups = self._named(event.groups)
             self.undone.update(life for _, life in groups)
             return Undone(groups)
+        if isinstance(event, Account):
+            self.accounts += 1
         if isinstance(event, Resume):
             self._lives.clear()
             self._resumed = True

@@ -1,0 +1,94 @@
+"""Outcomes as a table, and what has to be said around it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pystale.replay.engine import ASSUMPTIONS
+from pystale.replay.history import History
+from pystale.replay.outcome import Outcome, mean_of, quantile_of
+
+__all__ = ["HEADINGS", "cells", "introduction", "notes", "setting_name", "text_table"]
+
+# Two lines each.
+HEADINGS = (
+    ("max", "staleness"),
+    ("max token", "staleness"),
+    ("tokens", "trained"),
+    ("tokens", "masked"),
+    ("tokens", "expired"),
+    ("tokens", "wasted"),
+    ("groups", "re-rolled"),
+    ("groups", "discarded"),
+    ("staleness", "mean"),
+    ("", "p95"),
+    ("", "max"),
+    ("batches", "waited"),
+)
+
+
+def setting_name(outcome: Outcome) -> tuple[str, str]:
+    """Limits of an outcome as they are given on the command line; those of several tasks side by side."""
+    mark = "*" if outcome.setting.recorded else ""
+    return _joined(outcome.max_staleness.values()) + mark, _joined(outcome.max_token_staleness.values())
+
+
+def _joined(values: Any) -> str:
+    return "/".join(dict.fromkeys("none" if value is None else str(value) for value in values))
+
+
+def cells(outcome: Outcome) -> list[str]:
+    """A row of the table."""
+    ages = outcome.token_staleness
+    mean, p95, worst = mean_of(ages), quantile_of(ages, 0.95), max(ages, default=None)
+    tokens = (outcome.ledger["trained"], outcome.ledger["masked_stale"], outcome.expired_tokens, outcome.wasted)
+    return [
+        *setting_name(outcome),
+        *(f"{count:,}" for count in (*tokens, outcome.rerolled, outcome.discarded)),
+        "-" if mean is None else f"{mean:.2f}",
+        "-" if p95 is None else str(p95),
+        "-" if worst is None else str(worst),
+        f"{outcome.waited:,}",
+    ]
+
+
+def text_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The table as lines of text, headings first."""
+    rows = [list(line) for line in zip(*HEADINGS, strict=True)] + [cells(outcome) for outcome in outcomes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def introduction(path: str, history: History, recorded: Outcome) -> list[str]:
+    """What was read, and whether its own settings reproduce it."""
+    groups = recorded.trained + recorded.discarded
+    lines = [
+        f"{path}: {history.rollouts:,} responses came, {groups:,} groups trained or discarded, "
+        f"{len(recorded.batches):,} batches, order {history.header.order.value}"
+    ]
+    if history.legs:
+        tokens = sum(history.leg_tokens.values())
+        lines.append(
+            f"{history.legs:,} requests to the engine brought {tokens:,} tokens; {history.syncs:,} weight syncs"
+        )
+    if history.lost:
+        lines.append(f"{history.lost:,} lines were left out when it was recorded: the disk was too slow")
+    if history.skipped:
+        lines.append(f"{history.skipped:,} damaged lines left out, the first: {history.damaged[0]}")
+    if not history.accounts:
+        lines.append("it has no account to compare with")
+    elif recorded.differs:
+        lines.append(f"its own settings do NOT reproduce it: {recorded.differs}")
+    else:
+        lines.append("its own settings reproduce the run's own counts")
+    return lines
+
+
+def notes(outcomes: Sequence[Outcome]) -> list[str]:
+    """What stands under the table."""
+    lines = ["* as recorded. Wasted: generated and not trained. Staleness: of tokens in the loss, in trainer steps."]
+    if len(outcomes) > 1:
+        lines += ["The other rows are what would have happened, assuming:", *(f"- {text}" for text in ASSUMPTIONS)]
+    unfilled = [f"{'/'.join(setting_name(o))}: {o.unfilled:,}" for o in outcomes if o.unfilled]
+    if unfilled:
+        lines.append(f"Batches that waited to the end of the trace, by setting: {', '.join(unfilled)}.")
+    return lines
