@@ -272,22 +272,40 @@ def replay(
     plot: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
     ] = None,
+    batch_groups: Annotated[
+        int | None,
+        typer.Option(
+            parser=_integer(1),
+            metavar="N",
+            help="Groups per batch of a run from a .csv. Not given: as many as came per step, rounded down.",
+            show_default=False,
+        ),
+    ] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged lines out and count them, instead of ending there.")
     ] = False,
 ) -> Callable[[], int]:
     if plot == "":
         raise typer.BadParameter("--plot is empty; name a directory")
-    return functools.partial(_replay, trace, max_staleness, max_token_staleness, as_json, plot, skip_damaged)
+    return functools.partial(
+        _replay,
+        trace,
+        max_staleness,
+        max_token_staleness,
+        as_json=as_json,
+        plots=plot,
+        skip_damaged=skip_damaged,
+        batch_groups=batch_groups,
+    )
 
 
-def _replay(trace: str, sequence: Any, token: Any, as_json: bool, plots: str | None, skip_damaged: bool) -> int:
+def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: str | None, **options: Any) -> int:
     from pystale.replay.command import show
 
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         return _refuse("--plot needs matplotlib; install it with: pip install 'pystale[cli]'")
     try:
-        return show(trace, sequence, token, as_json=as_json, plots=plots, skip_damaged=skip_damaged)
+        return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
     except BrokenPipeError:
         raise
     except ValueError as error:

@@ -10,6 +10,8 @@ from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status
 
 __all__ = [
+    "MOST_MEMBERS",
+    "MOST_TOKENS",
     "Account",
     "Arrival",
     "Event",
@@ -101,6 +103,7 @@ class Take(NamedTuple):
     train_step: int | None
     pool: Status
     groups: Groups  # empty where a task was short
+    known: bool = True  # False: the run is not a trace's, and did not record what was taken
 
 
 class Undo(NamedTuple):

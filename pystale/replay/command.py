@@ -1,6 +1,7 @@
 """What ``pystale replay`` does."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pystale.replay.conversions import read_csv
 from pystale.replay.engine import ASSUMPTIONS, replay
 from pystale.replay.history import History, read_history
 from pystale.replay.outcome import Outcome
@@ -31,6 +33,7 @@ def show(
     as_json: bool = False,
     plots: str | None = None,
     skip_damaged: bool = False,
+    batch_groups: int | None = None,
 ) -> int:
     """Read a trace, replay it under every combination of limits, and print what comes of it.
 
@@ -44,11 +47,15 @@ def show(
     ValueError, OSError
         If it cannot be read, or the plots cannot be written.
     """
+    is_csv = path.lower().endswith(".csv")
+    if batch_groups is not None and not is_csv:
+        raise ValueError("--batch-groups is for .csv files only; a trace knows its batches")
     if plots is not None:
         os.makedirs(plots, exist_ok=True)
     with _progress() as progress:
         reading = progress.add_task("reading", total=None)
-        history = read_history(
+        read = functools.partial(read_csv, batch_groups=batch_groups) if is_csv else read_history
+        history = read(
             path,
             skip_damaged=skip_damaged,
             progress=lambda done, of: progress.update(reading, completed=done, total=of),

@@ -150,6 +150,12 @@ class History:
         self._born = 0
         self._resumed = False
 
+    def skip(self, why: str) -> None:
+        """Count a line that is left out."""
+        self.skipped += 1
+        if len(self.damaged) < 100:
+            self.damaged.append(why)
+
     @property
     def complete(self) -> bool:
         """Whether every line of the run is here."""

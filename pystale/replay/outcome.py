@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pystale.replay.whatif import WhatIf
+from pystale.replay.whatif import NO_LIMIT, WhatIf
 
 __all__ = ["Batch", "Outcome", "mean_of", "quantile_of"]
 
@@ -75,7 +75,7 @@ class Outcome:
         """All of it as plain data."""
         return {
             "recorded": self.setting.recorded,
-            "max_staleness": _single(self.max_staleness),
+            "max_staleness": _single({name: None if n == NO_LIMIT else n for name, n in self.max_staleness.items()}),
             "max_token_staleness": _single(self.max_token_staleness),
             "tokens": {
                 **{name: value for name, value in self.ledger.items() if name != "discarded"},

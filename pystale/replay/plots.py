@@ -167,7 +167,7 @@ def _trade_off(outcomes: Sequence[Outcome]) -> Any:
     for points in near.values():
         x, y, _ = max(points)
         names = ", ".join(dict.fromkeys(name for _, _, name in points))
-        axes.annotate(names, (x, y), xytext=(10, -18), textcoords="offset points", fontsize=12, color=INK, zorder=20)
+        axes.annotate(names, (x, y), xytext=(12, -5), textcoords="offset points", fontsize=12, color=INK, zorder=20)
     if axes.get_legend_handles_labels()[0]:
         title = "numbers at the points: max staleness" if curves else None
         figure.legend(loc="outside lower center", ncols=2, fontsize=12, frameon=False, title=title)

@@ -6,6 +6,7 @@ from typing import Any
 from pystale.replay.engine import ASSUMPTIONS
 from pystale.replay.history import History
 from pystale.replay.outcome import Outcome, mean_of, quantile_of
+from pystale.replay.whatif import NO_LIMIT
 
 __all__ = ["HEADINGS", "cells", "introduction", "notes", "setting_name", "text_table"]
 
@@ -33,7 +34,7 @@ def setting_name(outcome: Outcome) -> tuple[str, str]:
 
 
 def _joined(values: Any) -> str:
-    return "/".join(dict.fromkeys("none" if value is None else str(value) for value in values))
+    return "/".join(dict.fromkeys("none" if value in (None, NO_LIMIT) else str(value) for value in values))
 
 
 def cells(outcome: Outcome) -> list[str]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pystale.arguments import Rules
 from pystale.staleness import StalenessRule
 
-__all__ = ["RECORDED", "WhatIf", "what_ifs"]
+__all__ = ["NO_LIMIT", "RECORDED", "WhatIf", "what_ifs"]
+
+# Max staleness of runs in which nothing expired; the command line takes no larger one.
+NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
