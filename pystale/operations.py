@@ -406,7 +406,7 @@ class Operations:
     def _trace_account(self, trace: Trace) -> None:
         with self.lock:
             if not self.store.claimed:  # else groups are between the buffer and who takes them
-                trace.account(self.store)
+                trace.account(self.store, always=True)
 
     # Checkpoints
 

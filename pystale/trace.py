@@ -8,6 +8,7 @@ A trace is a record, not a safeguard. It never holds up the buffer: lines wait i
 how many. When it cannot be written at all, that is logged once, and the buffer goes on without it.
 """
 
+import atexit
 import errno
 import logging
 import os
@@ -111,7 +112,7 @@ class Trace:
         self._lines = _Lines(path)
         self._began = time.monotonic()
         self._model_step: int | None = None
-        self._finalizer = weakref.finalize(self, self._lines.close)
+        weakref.finalize(self, self._lines.end)
         self._lines.append((dict(header), b""))
 
     @property
@@ -186,9 +187,9 @@ class Trace:
         if records:
             self._write("undo", {"groups": _by_task(records)})
 
-    def account(self, store: "Store") -> None:
-        """The account of tokens, and the counts of groups, at this moment."""
-        self._write("ledger", _account(store))
+    def account(self, store: "Store", *, always: bool = False) -> None:
+        """The account of tokens, and the counts of groups, at this moment; `always`: however much waits already."""
+        self._write("ledger", _account(store), always=always)
 
     def resume(self, store: "Store", stored: "Sequence[Line]") -> None:
         """A checkpoint was loaded; `stored` is what :func:`stored_lines` made of its groups.
@@ -200,8 +201,8 @@ class Trace:
         head = {"op": "resume", "at": at, **_given("train_step", store.train_step), **_account(store)}
         self._lines.append((head, b""), *lines, always=True)
 
-    def _write(self, op: str, content: dict[str, Any], members: bytes = b"") -> None:
-        self._lines.append(({"op": op, "at": self._at(), **content}, members))
+    def _write(self, op: str, content: dict[str, Any], members: bytes = b"", *, always: bool = False) -> None:
+        self._lines.append(({"op": op, "at": self._at(), **content}, members), always=always)
 
     def _at(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -214,7 +215,7 @@ class Trace:
 
     def close(self) -> None:
         """Block until every line is in the file. Later ones go nowhere."""
-        self._finalizer()
+        self._lines.close()
 
 
 def members_of(arriving: Arriving) -> bytes:
@@ -321,7 +322,9 @@ class _Lines:
         self._written = 0
         self._closed = False
         self._failed = False
-        self._writer: threading.Thread | None = None
+        self._writer = threading.Thread(target=self._write, name="pystale-trace", daemon=True)
+        self._writer.start()
+        _open.add(self)
 
     def append(self, *lines: Line, always: bool = False) -> None:
         """Have lines written, which are not changed any more; `always`: however much waits already."""
@@ -341,10 +344,7 @@ class _Lines:
             self._waiting += lines
             self._waiting_bytes += size
             self._appended += len(lines)
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, name="pystale-trace", daemon=True)
-                self._writer.start()
-            elif idle:
+            if idle:
                 self._condition.notify_all()
 
     def _note_lost(self, at: Any) -> None:
@@ -364,27 +364,28 @@ class _Lines:
             if not self._closed:
                 self._hurry.clear()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Have the file closed once what waits is written, without waiting for it."""
         if os.getpid() != self._process:
             return
         with self._condition:
-            if self._closed:
-                return
-            self._note_lost(None)
-            self._closed = True
-            self._hurry.set()
-            self._condition.notify_all()
-            writer = self._writer
-        if writer is not None:
-            writer.join()
-        os.close(self._file)
+            if not self._closed:
+                self._note_lost(None)
+                self._closed = True
+                self._hurry.set()
+                self._condition.notify_all()
+
+    def close(self) -> None:
+        self.end()
+        if os.getpid() == self._process:
+            self._writer.join()
 
     def _write(self) -> None:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
-                    return
+                    break
             self._hurry.wait(GATHER_SECONDS)
             with self._condition:
                 batch, self._waiting = self._waiting, []
@@ -394,6 +395,8 @@ class _Lines:
                 self._written += len(batch)
                 self._waiting_bytes -= _size(batch)
                 self._condition.notify_all()
+        _open.discard(self)
+        os.close(self._file)
 
     def _write_batch(self, batch: list[Line]) -> None:
         try:
@@ -415,6 +418,16 @@ class _Lines:
         except OSError:
             os.ftruncate(self._file, whole)  # so that no line is half there
             raise
+
+
+# Files that are still written to: what waits when the interpreter exits is written then.
+_open: set[_Lines] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for lines in list(_open):
+        lines.close()
 
 
 def _size(lines: Iterable[Line]) -> int:

@@ -7,6 +7,6 @@ A trace is read once (:mod:`pystale.replay.history`) and played to a buffer's st
 from pystale.replay.engine import ASSUMPTIONS, replay
 from pystale.replay.history import History, read_history
 from pystale.replay.outcome import Outcome
-from pystale.replay.whatif import WhatIf, what_ifs
+from pystale.replay.whatif import RECORDED, WhatIf, what_ifs
 
-__all__ = ["ASSUMPTIONS", "History", "Outcome", "WhatIf", "read_history", "replay", "what_ifs"]
+__all__ = ["ASSUMPTIONS", "RECORDED", "History", "Outcome", "WhatIf", "read_history", "replay", "what_ifs"]

@@ -10,6 +10,7 @@ A row says that one version wrote so many tokens of a rollout. What rows do not 
 """
 
 import csv
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TextIO
@@ -182,15 +183,15 @@ def read_csv(
     """
     history = History(Header(StalenessRule(max_staleness=NO_LIMIT), -1, Order.STALEST_FIRST, "error", None))
     groups: dict[Any, dict[Any, list[Row]]] = {}
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        size = os.fstat(raw.fileno()).st_size
         for count, (number, row) in enumerate(_rows(os.fspath(path), file, history, skip_damaged)):
             rollouts = groups.setdefault(row.group, {})
             rollouts.setdefault(row.rollout, []).append(row)
             if len(rollouts) > MOST_MEMBERS:
                 raise TraceError(f"line {number}: group {row.group!r} has more than {MOST_MEMBERS} rollouts")
             if progress is not None and not count % STRIDE:
-                progress(file.buffer.tell(), size)
+                progress(raw.tell(), size)
     _fill(history, groups, batch_groups)
     return history
 
