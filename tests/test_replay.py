@@ -183,6 +183,13 @@ def test_tokens_without_versions_are_trained_and_have_no_staleness(tmp_path):
     assert outcome.batches[0].staleness == 0 / 7
 
 
+def test_a_response_without_tokens_is_trained_as_nothing(tmp_path):
+    lines = [line("put", group="a", members=[{}, {"steps": [0, 2]}]), line("take")]
+    outcome = outcome_of(read_history(written(tmp_path / "run.jsonl", lines)))
+    assert outcome.token_staleness == {0: 2}
+    assert outcome.response_staleness == {0: 1}
+
+
 def test_an_agentic_group_has_no_token_rule(tmp_path):
     lines = [
         line("put", group="a", agentic=True, train_step=2, members=[{"steps": [0, 3]}]),

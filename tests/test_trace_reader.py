@@ -170,6 +170,7 @@ DAMAGED = [
     ({**line("leg"), "reason": 3}, "reason must be a text"),
     ({"op": "sync", "model_step": -1}, "model_step must be at least 0"),
     ({"op": "lost", "lines": 0}, "lines must be at least 1"),
+    ({**line("ledger"), "op": "resume", "stored": 5}, "does not balance"),
 ]
 
 
@@ -243,10 +244,43 @@ def test_huge_numbers_of_tokens_cost_no_memory(path):
     assert time.process_time() - began < 60  # expanded it would take minutes, or the memory
 
 
+# After LINES: the other kinds of lines.
+MORE_LINES = [
+    {"op": "get", "pool": "COMPLETED", "groups": {"t": ["d"]}},
+    {"op": "undo", "groups": {"t": ["d"]}},
+    {"op": "take", "sizes": {"t": 1}, "groups": {"t": ["d"]}},
+    {"op": "undo", "groups": {"t": ["d"]}},
+    {"op": "get", "pool": "COMPLETED", "groups": {"t": ["d"]}},
+    {
+        **line("put"),
+        "op": "settle",
+        "group": "d",
+        "back": True,
+        "outcome": "lost",
+        "restarted": [0],
+        "train_step": None,
+    },
+    {**line("put"), "op": "reject", "group": "e", "outcome": "failed", "train_step": None, "agentic": True},
+    {**line("ledger"), "op": "resume", "train_step": 4, "stored": 3, "in_flight": 1, "groups": {}},
+    {
+        **line("put"),
+        "op": "stored",
+        "group": 1,
+        "pool": "COMPLETED",
+        "train_step": None,
+        "members": [{"steps": [3, 3]}],
+    },
+    {"op": "get", "pool": "COMPLETED", "groups": {"t": [1]}},
+    {**line("put"), "group": 1, "back": True, "rerolls": 2, "prompt_model_step": 1, "members": [{"tokens": 3}]},
+    {"op": "lost", "lines": 2},
+]
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_bytes_changed_anywhere_are_read_or_refused_and_replayed_without_a_fault(tmp_path_factory, data):
-    path = written(tmp_path_factory.mktemp("changed") / "run.jsonl")
+    path = written(tmp_path_factory.mktemp("changed") / "run.jsonl", [*LINES, *MORE_LINES])
+    assert replay(read_history(path))[0].differs == ""
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

@@ -132,6 +132,7 @@ def _document(path: str, history: History, outcomes: Sequence[Outcome], plots: S
         "trace": path,
         "order": history.header.order.value,
         "responses": history.rollouts,
+        "groups": history.groups,
         "seconds": history.seconds,
         "requests": {"number": history.legs, "tokens": dict(history.leg_tokens)},
         "weight_syncs": history.syncs,

@@ -155,7 +155,7 @@ class _Player:
         if line.op == "put":
             store.put(arriving, line.train_step, self._cleared)
             self._serve()
-        elif line.op == "settle":
+        elif line.op == "settle" and line.back:  # what an earlier process handed out is only counted
             store.settle(arriving, str(line.outcome))
         else:
             store.reject(arriving, str(line.outcome), self._cleared)
@@ -274,7 +274,7 @@ class _Player:
         for state, member in zip(record.states, record.members, strict=True):
             if member.oldest >= 0:
                 responses[train_step - member.oldest - 1] += 1
-            if not member.versioned:
+            if not member.tokens or not member.versioned:
                 continue
             masks = record.masks_tokens and member.newest_trainable >= 0 and threshold is not None
             for step, length in in_loss(state.response_model_steps.runs(), state.response_mask):

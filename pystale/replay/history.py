@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pystale._objects import Member, ModelSteps, measure
 from pystale.collector import collector_paused
+from pystale.ledger import Ledger
 from pystale.state import Status
 from pystale.trace_lines import (
     Account,
@@ -113,8 +114,8 @@ class History:
     events : list of Happened
     undone : set of int
         Lives that an undo names.
-    rollouts : int
-        Responses that came: members of all groups put, settled or rejected.
+    rollouts, groups : int
+        Responses, and groups of them, that came; one that comes back is not counted again.
     legs : int
         Requests to the engine, where producers noted them.
     leg_tokens : Counter
@@ -138,6 +139,7 @@ class History:
         self.events: list[Happened] = []
         self.undone: set[Life] = set()
         self.rollouts = 0
+        self.groups = 0
         self.legs = 0
         self.leg_tokens: Counter[str] = Counter()
         self.syncs = 0
@@ -147,7 +149,6 @@ class History:
         self.damaged: list[str] = []
         self.seconds = 0.0
         self._lives: dict[tuple[str, int | str], Life] = {}
-        self._born = 0
         self._resumed = False
 
     def skip(self, why: str) -> None:
@@ -195,6 +196,7 @@ class History:
         if isinstance(event, Account):
             self.accounts += 1
         if isinstance(event, Resume):
+            Ledger.after_restart(event.account.ledger, event.account.ledger["stored"])
             self._lives.clear()
             self._resumed = True
         return event
@@ -210,9 +212,9 @@ class History:
             raise ValueError(f"restarted names member {max(line.restarted)} of {len(line.members)}")
         measured = [_measured(member) for member in line.members]
         if not line.back:
-            self._born += 1
-            self._lives[name] = self._born
-        self.rollouts += len(measured)
+            self.rollouts += len(measured)
+            self.groups += 1
+            self._lives[name] = self.groups
         return Came(line, self._lives[name], *map(tuple, zip(*measured, strict=True)))
 
     def _check_task(self, task: str) -> None:

@@ -27,6 +27,11 @@ HEADINGS = (
 )
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def setting_name(outcome: Outcome) -> tuple[str, str]:
     """Limits of an outcome as they are given on the command line; those of several tasks side by side."""
     mark = "*" if outcome.setting.recorded else ""
@@ -61,20 +66,20 @@ def text_table(outcomes: Sequence[Outcome]) -> list[str]:
 
 def introduction(path: str, history: History, recorded: Outcome) -> list[str]:
     """What was read, and whether its own settings reproduce it."""
-    groups = recorded.trained + recorded.discarded
     lines = [
-        f"{path}: {history.rollouts:,} responses came, {groups:,} groups trained or discarded, "
-        f"{len(recorded.batches):,} batches, order {history.header.order.value}"
+        f"{path}: {counted(history.rollouts, 'response')} in {counted(history.groups, 'group')}, "
+        f"{counted(len(recorded.batches), 'batch', 'batches')} taken, order {history.header.order.value}"
     ]
     if history.legs:
         tokens = sum(history.leg_tokens.values())
         lines.append(
-            f"{history.legs:,} requests to the engine brought {tokens:,} tokens; {history.syncs:,} weight syncs"
+            f"{counted(history.legs, 'request')} to the engine brought {counted(tokens, 'token')}, "
+            f"{counted(history.syncs, 'weight sync')}"
         )
     if history.lost:
-        lines.append(f"{history.lost:,} lines were left out when it was recorded: the disk was too slow")
+        lines.append(f"{counted(history.lost, 'line')} left out when it was recorded: the disk was too slow")
     if history.skipped:
-        lines.append(f"{history.skipped:,} damaged lines left out, the first: {history.damaged[0]}")
+        lines.append(f"{counted(history.skipped, 'damaged line')} left out, the first: {history.damaged[0]}")
     if not history.accounts:
         lines.append("it has no account to compare with")
     elif recorded.differs:
