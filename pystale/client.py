@@ -316,7 +316,7 @@ class PartialRolloutClient:
         request_id = uuid.uuid4().hex  # all of one length: engines abort by prefix
         request = asyncio.ensure_future(self._send(call, request_id))
         call.request_id = request_id
-        began = self._clock()
+        began = 0.0 if self._trace is None else self._clock()
         try:
             await self._wait(request, None if call.deadline is None else call.deadline - self._clock())
         except asyncio.CancelledError:

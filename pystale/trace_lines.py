@@ -12,6 +12,7 @@ from pystale.state import Status
 __all__ = [
     "MOST_MEMBERS",
     "MOST_TOKENS",
+    "OPERATIONS",
     "Account",
     "Arrival",
     "Event",
@@ -398,6 +399,7 @@ _EVENTS: dict[str, Callable[[Any, dict[str, Any]], Event]] = {
     "sync": _sync,
     "lost": _lost,
 }
+OPERATIONS = tuple(_EVENTS)
 
 
 def event_of(content: dict[str, Any]) -> Event:

@@ -48,6 +48,9 @@ LAYERS = (
         "strict_json",
         "take",
         "ticket",
+        "trace",
+        "trace_lines",
+        "trace_reader",
         "trajectories",
         "versions",
         "waiting",
@@ -78,7 +81,7 @@ LAYERS = (
         "tasks",
     ),
     ("integrations",),
-    ("cli", "demo", "__main__"),
+    ("cli", "demo", "plots", "replay", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # `pystale` itself gathers what users need, and is imported only by what stands above all it gathers.
