@@ -45,6 +45,7 @@ LAYERS = (
         "segment",
         "store",
         "strict_json",
+        "summary",
         "take",
         "ticket",
         "trajectories",

@@ -34,7 +34,7 @@ from ray._private.internal_api import memory_summary  # noqa: E402
 from pystale.group import read_group  # noqa: E402
 from pystale.integrations.ray import RayReplayBuffer  # noqa: E402
 from pystale.integrations.ray.bookings import Call  # noqa: E402
-from pystale.integrations.ray.summary import payloads_of, summaries_of  # noqa: E402
+from pystale.summary import payloads_of, summaries_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
