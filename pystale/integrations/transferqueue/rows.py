@@ -37,6 +37,7 @@ __all__ = [
     "Rows",
     "arrays_of",
     "is_own",
+    "joined",
     "mask_rows",
     "name_of",
     "new_name",
@@ -185,6 +186,14 @@ def states_of(summaries: Sequence[RolloutState], found: Mapping[str, Mapping[str
         state.response_mask = None if mask is None else np.asarray(mask, dtype=np.uint8)
         responses.append(tuple([getattr(state, name) for name in RESPONSE_FIELDS]))
     return assembled(summaries, prompts, responses)
+
+
+def joined(several: Sequence[Rows]) -> Rows:
+    """Rows of several groups as one."""
+    if len(several) == 1:
+        return several[0]
+    columns = {name: [row for rows in several for row in rows.columns[name]] for name in several[0].columns}
+    return Rows([key for rows in several for key in rows.keys], columns)
 
 
 def tensors_of(rows: Rows) -> Any:

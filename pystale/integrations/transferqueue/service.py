@@ -11,11 +11,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pystale.integrations.transferqueue.framework import framework
-from pystale.integrations.transferqueue.rows import Rows, arrays_of, tensors_of
+from pystale.integrations.transferqueue.rows import Rows, arrays_of, joined, tensors_of
 
 __all__ = ["Service", "TransferQueueGone"]
 
@@ -27,6 +28,8 @@ T = TypeVar("T")
 # any more says sooner that a process is gone.
 _PROBE_EVERY_S = 1.0
 _PROBE_S = 2.0
+# Groups put at the same time share a message up to this size. A large one holds up those that come after it.
+_BYTES_TOGETHER = 32 << 20
 _CLIENTS = itertools.count()
 
 
@@ -88,6 +91,8 @@ class Service:
         self._connecting = asyncio.Lock()
         self._clearing: asyncio.Task[None] | None = None
         self._closed = False
+        self._putting: asyncio.Task[None] | None = None
+        self._waiting: deque[tuple[Rows, dict[str, Any], asyncio.Future[None]]] = deque()
         self.to_clear: dict[str, None] = {}
 
     def _serve(self) -> None:
@@ -235,8 +240,40 @@ class Service:
 
     # Rows
 
-    async def put(self, rows: Rows, tags: list[dict[str, Any]]) -> None:
-        """Write rows that are new."""
+    async def put(self, rows: Rows, tag: dict[str, Any]) -> None:
+        """Write rows that are new. What comes while others are written goes with the next message."""
+        written: asyncio.Future[None] = self.loop.create_future()
+        self._waiting.append((rows, tag, written))
+        if self._putting is None:
+            self._putting = asyncio.ensure_future(self._put_waiting())
+        await written
+
+    async def _put_waiting(self) -> None:
+        while self._waiting:
+            puts, nbytes = [], 0
+            while self._waiting and (not puts or nbytes + self._waiting[0][0].nbytes <= _BYTES_TOGETHER):
+                put = self._waiting.popleft()
+                if not put[2].done():  # its caller has given up
+                    puts.append(put)
+                    nbytes += put[0].nbytes
+            if not puts:
+                continue
+            rows = joined([put[0] for put in puts])
+            error: Exception | None = None
+            try:
+                await self._put(rows, [tag for some, tag, _ in puts for _ in some.keys])
+            except Exception as failed:
+                error = failed
+            for some, _, written in puts:
+                if written.done():
+                    self.clear_soon(some.keys)
+                elif error is not None:
+                    written.set_exception(error)
+                else:
+                    written.set_result(None)
+        self._putting = None
+
+    async def _put(self, rows: Rows, tags: list[dict[str, Any]]) -> None:
         tensors = tensors_of(rows)
 
         async def call(client: Any) -> None:

@@ -117,8 +117,7 @@ class Work:
         self._writing.add(name)
         try:
             await self.ready()
-            tag = {"task": task_name, "group": str(arriving.group_id)}
-            await self.service.put(rows, [tag] * len(rows.keys))
+            await self.service.put(rows, {"task": task_name, "group": str(arriving.group_id)})
             status, effects = self.operations.put(summaries, task_name, None, train_step)
         except BaseException:
             self.service.clear_soon(rows.keys)

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ ray = pytest.importorskip("ray")
 os.environ.setdefault("TQ_NUM_THREADS", "2")
 tq = pytest.importorskip("transfer_queue")
 import psutil  # noqa: E402
+import torch  # noqa: E402
 
 from pystale.integrations.transferqueue import (  # noqa: E402
     TransferQueueGone,
@@ -31,7 +34,6 @@ RULE = StalenessRule(max_staleness=2, max_token_staleness=0)
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[None]:
-    # The second number: one CPU less than it takes, for the test of that.
     ray.init(num_cpus=8, include_dashboard=False, logging_level="warning", object_store_memory=200 << 20)
     start_transfer_queue()
     yield
@@ -82,6 +84,10 @@ def keys_of(store: TransferQueueStore) -> set[str]:
     return set(tq.kv_list(partition).get(partition, {}))
 
 
+def np_tensor(values: list[int]) -> Any:
+    return torch.from_numpy(np.array(values))
+
+
 def balanced(ledger: dict[str, Any]) -> bool:
     uses = ("trained", "masked_stale", "masked_semantic", "stored", "in_flight")
     return ledger["produced"] == sum(ledger[name] for name in uses) + sum(ledger["discarded"].values())
@@ -119,7 +125,7 @@ def test_ranks_read_the_rows_of_a_batch_of_keys_with_effective_masks(make: Any) 
 
 
 def test_rows_of_a_batch_are_cleared_once_the_next_step_is_taken(make: Any) -> None:
-    store = make()
+    store = make(StalenessRule(max_staleness=2))
     for number in range(2):
         store.sync.put(group_of(number, [4, 4]), train_step=5)
     first = store.sync.take_keys({"default": 1}, train_step=5)
@@ -137,7 +143,7 @@ def test_what_is_reset_keeps_its_prompts_and_what_is_discarded_nothing(make: Any
     assert len(keys_of(store)) == 3
     assert store.sync.refresh_staleness(9) == {"default": 1}
     assert keys_of(store) == set()
-    store = make(max_rerolls=1)
+    store = make(StalenessRule(max_staleness=2), max_rerolls=1)
     old, new = group_of(2, [1, 1]), group_of(2, [1, 1])
     old[1].response_model_steps, old[1].rollout_id = [3, 3], 5
     store.sync.put(old, train_step=4)
@@ -186,11 +192,11 @@ def test_a_refused_put_leaves_no_rows(make: Any) -> None:
 
 
 def test_producers_and_a_trainer_share_a_store_in_an_event_loop(make: Any) -> None:
-    store = make()
+    store = make(StalenessRule(max_staleness=2))
 
     async def produce(first: int) -> None:
         for number in range(first, first + 6):
-            await store.put(group_of(number, [4, 5]), train_step=6)
+            await store.put(group_of(number, [5, 5]), train_step=6)
 
     async def train() -> list[int]:
         seen = []
@@ -265,12 +271,6 @@ def test_a_group_whose_rows_are_lost_is_booked_and_not_handed_out(make: Any) -> 
     assert balanced(store.ledger())
 
 
-def np_tensor(values: list[int]) -> Any:
-    import torch
-
-    return torch.from_numpy(np.array(values))
-
-
 def test_too_few_logical_cpus_are_an_error_and_no_endless_wait(service: None, monkeypatch: pytest.MonkeyPatch) -> None:
     start_transfer_queue()  # runs already: nothing to place
     monkeypatch.setattr(ray, "get_actor", lambda *_, **__: (_ for _ in ()).throw(ValueError("no such actor")))
@@ -289,6 +289,79 @@ def processes(name: str) -> list[psutil.Process]:
         if title.startswith(f"ray::{name}"):
             found.append(process)
     return found
+
+
+def test_storage_that_does_not_answer_is_an_error_at_the_time_limit_and_loses_nothing(make: Any) -> None:
+    store = make(timeout=5.0)
+    for number in range(2):
+        store.sync.put(group_of(number, [4, 4]), train_step=5)
+    units = processes("SimpleStorageUnit")
+    assert len(units) == 2
+    for unit in units:
+        unit.suspend()
+    try:
+        with pytest.raises(TransferQueueGone, match=r"failed after \d+\.\d of 5\.0 s: no answer came in time"):
+            store.sync.take_train_batch({"default": 2}, train_step=5)
+        with pytest.raises(TransferQueueGone, match="no answer came in time"):
+            store.sync.put(group_of(2, [4, 4]), train_step=5)
+        with pytest.raises(TransferQueueGone, match="no answer came in time"):
+            store.sync.get(1)
+    finally:
+        for unit in units:
+            unit.resume()
+    assert store.sync.count() == 2
+    store.sync.put(group_of(2, [4, 4]), train_step=5)
+    batch = store.sync.take_train_batch({"default": 3}, train_step=5)
+    assert [group[0].group_id for group in batch["default"]] == [0, 1, 2]
+    assert "lost" not in {reason for reason, tokens in store.ledger()["discarded"].items() if tokens}
+    assert balanced(store.ledger())
+    store.sync.acknowledge(5)
+    assert keys_of(store) == set()
+
+
+PUTTING = """
+import sys, ray
+from test_transferqueue import RULE, group_of
+from pystale.integrations.transferqueue import TransferQueueStore
+ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+store = TransferQueueStore(RULE, partition_id=sys.argv[2], journal=sys.argv[3], tail_batch_trigger_size=0, timeout=60.0)
+store.sync.resume(None)
+number = 0
+while True:
+    store.sync.put(group_of(number, [4, 4]), train_step=5)
+    print("put", number, flush=True)
+    if number == 5:
+        batch = store.sync.take_train_batch({"default": 2}, train_step=5)
+        print("took", *[group[0].group_id for group in batch["default"]], flush=True)
+    number += 1
+"""
+
+
+def test_a_process_that_is_killed_leaves_all_it_acknowledged_and_no_rows_of_nothing(make: Any, tmp_path: Path) -> None:
+    store = make(journal=tmp_path / "journal")
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", PUTTING, address, store.partition_id, str(tmp_path / "journal")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    store.sync.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        acknowledged = []
+        for line in process.stdout or ():
+            acknowledged.append(line.split())
+            if len(acknowledged) == 12:
+                process.kill()
+    put = {int(number) for kind, number in (words for words in acknowledged if words[0] == "put")}
+    took = [int(number) for words in acknowledged if words[0] == "took" for number in words[1:]]
+    assert took == [0, 1]
+    again = make(journal=tmp_path / "journal")
+    resumed = again.sync.resume(None)
+    assert resumed.taken == {"default": took}
+    keys = keys_of(again)
+    assert len(keys) == 3 * len(again.sync), "the batch that was taken, and a put that was cut short, are cleared"
+    batch = again.sync.take_train_batch({"default": len(again.sync)}, train_step=5)
+    there = {group[0].group_id for group in batch["default"]}
+    assert there >= put - set(took)
+    assert there.isdisjoint(took)
+    assert balanced(again.ledger())
 
 
 def test_storage_that_is_killed_is_an_error_in_time_and_nothing_is_handed_out_twice(make: Any) -> None:
