@@ -75,8 +75,9 @@ async def measured(tokens: int, groups: int) -> None:
     size = rows_of(read_group(group_of(0, tokens), "default"), "name").nbytes
     put, took, handed = (1e3 * statistics.median(times) for times in (singly, taking, keys))
     print(
-        f"{SIZE} x {tokens:>6,} tokens: {size:>10,} bytes; put {put:6.1f} ms, {1e3 * together:6.1f} ms each of {groups} "
-        f"at once; take {took:6.1f} ms ({size / took / 1e3:5.0f} MB/s); take keys {handed:6.1f} ms",
+        f"{SIZE} x {tokens:>6,} tokens: {size:>10,} bytes; "
+        f"put {put:6.1f} ms, {1e3 * together:6.1f} ms each of {groups} at once; "
+        f"take {took:6.1f} ms ({size / took / 1e3:5.0f} MB/s); take keys {handed:6.1f} ms",
         flush=True,
     )
 

@@ -102,10 +102,49 @@ class Service:
 
     # The two ways in
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of a coroutine that runs in the loop of the service; a caller that is cancelled cancels it."""
+    async def run(self, work: Coroutine[Any, Any, T], undo: Callable[[T], None] | None = None) -> T:
+        """Result of a coroutine that runs in the loop of the service.
+
+        A caller that is cancelled cancels it; `undo` is called, in that loop, with a result that comes too late.
+        """
         self._check_open(work)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        here = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = here.create_future()
+        running: list[asyncio.Task[T]] = []
+
+        def undone(task: asyncio.Task[T]) -> None:
+            """Nobody waits for this any more."""
+            if not task.cancelled() and task.exception() is None and undo is not None:
+                self.loop.call_soon_threadsafe(undo, task.result())
+
+        def settle(task: asyncio.Task[T]) -> None:
+            if answer.done():
+                undone(task)
+            elif task.cancelled():
+                answer.cancel()
+            elif (error := task.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(task.result())
+
+        def deliver(task: asyncio.Task[T]) -> None:
+            try:
+                here.call_soon_threadsafe(settle, task)
+            except RuntimeError:  # that loop is closed
+                undone(task)
+
+        def start() -> None:
+            running.append(self.loop.create_task(work))
+            running[0].add_done_callback(deliver)
+
+        self.loop.call_soon_threadsafe(start)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():  # it came, and the caller was cancelled in the same moment
+                undone(running[0])
+            self.loop.call_soon_threadsafe(lambda: running[0].cancel())
+            raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The same, blocking."""
@@ -250,7 +289,8 @@ class Service:
 
     async def _put_waiting(self) -> None:
         while self._waiting:
-            puts, nbytes = [], 0
+            puts: list[tuple[Rows, dict[str, Any], asyncio.Future[None]]] = []
+            nbytes = 0
             while self._waiting and (not puts or nbytes + self._waiting[0][0].nbytes <= _BYTES_TOGETHER):
                 put = self._waiting.popleft()
                 if not put[2].done():  # its caller has given up
@@ -258,9 +298,9 @@ class Service:
                     nbytes += put[0].nbytes
             if not puts:
                 continue
-            rows = joined([put[0] for put in puts])
             error: Exception | None = None
             try:
+                rows = joined([put[0] for put in puts])
                 await self._put(rows, [tag for some, tag, _ in puts for _ in some.keys])
             except Exception as failed:
                 error = failed

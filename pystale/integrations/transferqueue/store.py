@@ -148,7 +148,7 @@ class TransferQueueStore:
         TransferQueueGone
             If TransferQueue does not answer; nothing is handed out then.
         """
-        return await self._service.run(self._work.get(n, task_name, status))
+        return await self._service.run(self._work.get(n, task_name, status), self._work.unget)
 
     async def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """Take a batch with its payloads; see :meth:`ReplayBuffer.take_train_batch`.
@@ -158,7 +158,7 @@ class TransferQueueStore:
         TransferQueueGone
             If TransferQueue does not answer; nothing is taken then.
         """
-        return await self._service.run(self._work.take(sizes, train_step))
+        return (await self._service.run(self._work.take(sizes, train_step), self._work.untake))[0]
 
     async def take_keys(self, sizes: Sizes, *, train_step: int) -> KeyBatch:
         """Take a batch and leave its payloads where they are; its effective masks are there, too.
@@ -173,7 +173,7 @@ class TransferQueueStore:
         TransferQueueGone
             If TransferQueue does not answer; nothing is taken then.
         """
-        return await self._service.run(self._work.take_keys(sizes, train_step))
+        return (await self._service.run(self._work.take_keys(sizes, train_step), self._work.untake))[0]
 
     async def acknowledge(self, train_step: int) -> None:
         """Clear the rows of the batches taken up to `train_step`: they have been trained."""
@@ -273,11 +273,11 @@ class BlockingTransferQueueStore:
 
     def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
         """See :meth:`TransferQueueStore.take_train_batch`."""
-        return self._service.wait(self._work.take(sizes, train_step))
+        return self._service.wait(self._work.take(sizes, train_step))[0]
 
     def take_keys(self, sizes: Sizes, *, train_step: int) -> KeyBatch:
         """See :meth:`TransferQueueStore.take_keys`."""
-        return self._service.wait(self._work.take_keys(sizes, train_step))
+        return self._service.wait(self._work.take_keys(sizes, train_step))[0]
 
     def acknowledge(self, train_step: int) -> None:
         """See :meth:`TransferQueueStore.acknowledge`."""

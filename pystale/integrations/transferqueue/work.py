@@ -37,7 +37,7 @@ from pystale.take import Claim, claim_train_batch
 from pystale.waiting import IN_EVENT_LOOP
 from pystale.writing import write_arrival
 
-__all__ = ["Work"]
+__all__ = ["Taken", "Work"]
 
 logger = logging.getLogger("pystale")
 
@@ -45,12 +45,13 @@ Name = tuple[str, Any]  # task and group_id
 Found = dict[str, dict[str, Any]]  # rows by key
 
 
-@dataclass(slots=True)
-class _Taken:
+@dataclass(slots=True, eq=False)
+class Taken:
     """A batch that is being trained."""
 
     train_step: int
     keys: list[str]
+    claim: Claim
 
 
 class Work:
@@ -84,7 +85,8 @@ class Work:
         self._comparing = asyncio.Lock()
         self._writing: set[str] = set()  # names of puts that the buffer has not heard of
         self._lent: dict[Name, list[RolloutState]] = {}
-        self._taken: deque[_Taken] = deque()
+        self._taken: deque[Taken] = deque()
+        self._background: set[asyncio.Future[None]] = set()
         self._kept: dict[str, None] = {}  # keys to be cleared once a save is done
 
     # Letting go
@@ -142,38 +144,52 @@ class Work:
             records = self.operations.claim(n, task_name, status)
             try:
                 found = await self.service.get(_keys(records), READ_COLUMNS)
-                lost = [] if found is not None else await self._lost(records)
+                if found is not None:
+                    groups = [states_of(record.states, found) for record in records]
+                    break
+                lost = await self._lost(records)
             except BaseException:
                 self.operations.give_back(records)
                 raise
-            if found is not None:
-                break
             self.operations.give_back(records)
             self._write_off(lost)
-        groups: list[Group] = []
-        for summaries in self.operations.lend(records):
-            self._lent[records[len(groups)].task.name, summaries[0].group_id] = summaries
-            groups.append(states_of(summaries, found))
+        for summaries, group in zip(self.operations.lend(records), groups, strict=True):
+            self._lent[task_name, summaries[0].group_id] = summaries
+            for summary, state in zip(summaries, group, strict=True):
+                state.rerolls = summary.rerolls
         return groups
 
-    async def take_keys(self, sizes: Sizes, train_step: int) -> KeyBatch:
-        claim, _, _ = await self._claim(sizes, train_step, fetch=False)
-        return await self._hand_over(claim, train_step)
+    def unget(self, groups: list[Group]) -> None:
+        """Store groups again whose caller gave up and never got them."""
+        names = [(task_name, gone) for group in groups for task_name, gone in self._lent if gone == group[0].group_id]
+        for name in names:
+            _, effects = self.operations.put(self._lent.pop(name), name[0], None, None)
+            self._background.add(finishing := asyncio.ensure_future(effects.finish(IN_EVENT_LOOP)))
+            finishing.add_done_callback(self._background.discard)
 
-    async def take(self, sizes: Sizes, train_step: int) -> TrainBatch:
-        claim, masks, found = await self._claim(sizes, train_step, fetch=True)
-        batch = await self._hand_over(claim, train_step)
-        states: dict[str, list[Group]] = {task_name: [] for task_name in batch.keys}
-        for record, of_record in zip(claim.records, masks, strict=True):
-            group = states_of(record.states, found)
-            for state, mask in zip(group, of_record, strict=True):
-                if mask is not None:
-                    state.response_mask = mask
+    async def take_keys(self, sizes: Sizes, train_step: int) -> tuple[KeyBatch, Taken]:
+        claim, _ = await self._claim(sizes, train_step, fetch=False)
+        batch, taken = await self._hand_over(claim, train_step)
+        keys = {name: [[state.response for state in group] for group in groups] for name, groups in batch.items()}
+        return KeyBatch(self.service.partition_id, keys, train_step, batch.trainable_tokens_by_task), taken
+
+    async def take(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch, Taken]:
+        claim, groups = await self._claim(sizes, train_step, fetch=True)
+        batch, taken = await self._hand_over(claim, train_step)
+        states: dict[str, list[Group]] = {task_name: [] for task_name in batch}
+        for record, group in zip(claim.records, groups, strict=True):
             states[record.task.name].append(group)
-        return TrainBatch(states, batch.trainable_tokens_by_task)
+        return TrainBatch(states, batch.trainable_tokens_by_task), taken
 
-    async def _claim(self, sizes: Sizes, train_step: int, *, fetch: bool) -> tuple[Claim, list[list[Any]], Found]:
-        """A batch taken out of the buffer, its masks, which are in TransferQueue then, and its rows if wanted.
+    def untake(self, result: tuple[Any, Taken]) -> None:
+        """Store a batch again whose caller gave up and never got it."""
+        _, taken = result
+        if taken in self._taken:
+            self._taken.remove(taken)
+            taken.claim.take_back(taken.claim)
+
+    async def _claim(self, sizes: Sizes, train_step: int, *, fetch: bool) -> tuple[Claim, list[Group]]:
+        """A batch taken out of the buffer, whose masks are in TransferQueue, and its states if wanted.
 
         A claim that fails is taken back: nobody got its groups.
         """
@@ -188,21 +204,21 @@ class Work:
                     self.service.update(mask_rows(claim.records, masks)),
                     self.service.get(_keys(claim.records) if fetch else [], READ_COLUMNS),
                 )
-                lost = [] if written and found is not None else await self._lost(claim.records)
+                if written and found is not None:
+                    return claim, _masked(claim.records, masks, found) if fetch else []
+                lost = await self._lost(claim.records)
             except BaseException:
                 claim.take_back(claim)
                 raise
-            if written and found is not None:
-                return claim, masks, found
             claim.take_back(claim)
             self._write_off(lost)
 
-    async def _hand_over(self, claim: Claim, train_step: int) -> KeyBatch:
+    async def _hand_over(self, claim: Claim, train_step: int) -> tuple[TrainBatch, Taken]:
         batch = await claim.hand_over(IN_EVENT_LOOP)
+        taken = Taken(train_step, _keys(claim.records), claim)
         if claim.records:
-            self._taken.append(_Taken(train_step, _keys(claim.records)))
-        keys = {name: [[state.response for state in group] for group in groups] for name, groups in batch.items()}
-        return KeyBatch(self.service.partition_id, keys, train_step, batch.trainable_tokens_by_task)
+            self._taken.append(taken)
+        return batch, taken
 
     def acknowledge(self, train_step: int) -> None:
         """Clear the rows of what was taken up to a step, which has been trained."""
@@ -326,6 +342,17 @@ class Work:
 def _keys(records: Iterable[Record]) -> list[str]:
     """Keys of all rows of groups, each once."""
     return list(dict.fromkeys(names_of(state for record in records for state in record.states)))
+
+
+def _masked(records: Sequence[Record], masks: Sequence[Sequence[Any]], found: Found) -> list[Group]:
+    """States of groups with the masks they train with."""
+    groups: list[Group] = []
+    for record, of_record in zip(records, masks, strict=True):
+        groups.append(states_of(record.states, found))
+        for state, mask in zip(groups[-1], of_record, strict=True):
+            if mask is not None:
+                state.response_mask = mask
+    return groups
 
 
 def _read(

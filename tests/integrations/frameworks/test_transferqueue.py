@@ -215,6 +215,36 @@ def test_producers_and_a_trainer_share_a_store_in_an_event_loop(make: Any) -> No
     assert keys_of(store) == set()
 
 
+def test_calls_that_are_cancelled_at_any_moment_take_nothing_along(make: Any) -> None:
+    store = make(StalenessRule(max_staleness=2), max_rerolls=None)
+
+    async def run() -> None:
+        for number in range(4):
+            await store.put(group_of(number, [5, 5]), train_step=6)
+        for attempt in range(40):
+            take: Any = store.take_train_batch({"default": 4}, train_step=6) if attempt % 2 else store.get(4)
+            task = asyncio.ensure_future(take)
+            await asyncio.sleep(0.0005 * (attempt // 2))
+            task.cancel()
+            try:
+                got = await task
+            except asyncio.CancelledError:
+                continue
+            for group in got["default"] if attempt % 2 else ():
+                await store.put(group, train_step=6)
+            for group in () if attempt % 2 else got:
+                await store.put(group, train_step=6)
+
+    asyncio.run(run())
+    deadline = time.monotonic() + 60
+    while store.sync.count() < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert store.sync.count() == 4
+    ledger = store.ledger()
+    assert (ledger["stored"], ledger["in_flight"]) == (16, 0)
+    assert balanced(ledger)
+
+
 def test_a_resumed_store_has_what_was_acknowledged_and_clears_what_was_not(make: Any, tmp_path: Path) -> None:
     store = make(journal=tmp_path / "journal")
     for number in range(3):
