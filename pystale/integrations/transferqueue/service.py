@@ -105,45 +105,48 @@ class Service:
     async def run(self, work: Coroutine[Any, Any, T], undo: Callable[[T], None] | None = None) -> T:
         """Result of a coroutine that runs in the loop of the service.
 
-        A caller that is cancelled cancels it; `undo` is called, in that loop, with a result that comes too late.
+        A caller that is cancelled cancels it and waits for its end; `undo` is called, in that loop, with a result that
+        came too late.
         """
         self._check_open(work)
         here = asyncio.get_running_loop()
         answer: asyncio.Future[T] = here.create_future()
         running: list[asyncio.Task[T]] = []
 
-        def undone(task: asyncio.Task[T]) -> None:
-            """Nobody waits for this any more."""
-            if not task.cancelled() and task.exception() is None and undo is not None:
-                self.loop.call_soon_threadsafe(undo, task.result())
-
         def settle(task: asyncio.Task[T]) -> None:
-            if answer.done():
-                undone(task)
-            elif task.cancelled():
+            if answer.done():  # the caller was cancelled
+                return
+            if task.cancelled():
                 answer.cancel()
             elif (error := task.exception()) is not None:
                 answer.set_exception(error)
             else:
                 answer.set_result(task.result())
 
+        def unwanted(task: asyncio.Task[T]) -> None:
+            if not task.cancelled() and task.exception() is None and undo is not None:
+                undo(task.result())
+
         def deliver(task: asyncio.Task[T]) -> None:
             try:
                 here.call_soon_threadsafe(settle, task)
             except RuntimeError:  # that loop is closed
-                undone(task)
+                unwanted(task)
 
         def start() -> None:
             running.append(self.loop.create_task(work))
             running[0].add_done_callback(deliver)
 
+        async def end() -> None:
+            running[0].cancel()
+            await asyncio.wait(running)
+            unwanted(running[0])
+
         self.loop.call_soon_threadsafe(start)
         try:
             return await answer
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled():  # it came, and the caller was cancelled in the same moment
-                undone(running[0])
-            self.loop.call_soon_threadsafe(lambda: running[0].cancel())
+            await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop)))
             raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
