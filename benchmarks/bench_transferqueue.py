@@ -1,8 +1,9 @@
 """What groups cost on their way through TransferQueue. Run: python benchmarks/bench_transferqueue.py [--groups N]
 
 Starts Ray and TransferQueue on this machine, and stops them. Prints one line per length of a response: bytes of a group
-in TransferQueue, milliseconds of a put (one at a time, and N at once) and of taking a batch (with its payloads, and as
-keys with its masks written). Every part checks what it did.
+in TransferQueue, milliseconds of a put (one at a time, and N at once) and of taking a group (with its payloads, and as
+keys with its masks written), and for comparison of TransferQueue alone, putting and getting the same rows in turn with
+them. Every part checks what it did.
 """
 
 import argparse
@@ -41,28 +42,39 @@ def group_of(number: int, tokens: int) -> list[RolloutState]:
 
 
 async def measured(tokens: int, groups: int) -> None:
+    import transfer_queue
+
     from pystale.group import read_group
     from pystale.integrations.transferqueue import TransferQueueStore
-    from pystale.integrations.transferqueue.rows import rows_of
+    from pystale.integrations.transferqueue.rows import READ_COLUMNS, rows_of, tensors_of
 
     store = TransferQueueStore(RULE, partition_id=f"bench-{tokens}", tail_batch_trigger_size=0)
     expected = SIZE * (tokens - tokens // 2)
-    singly, taking, keys = [], [], []
+    singly, taking, keys, alone_put, alone_get = [], [], [], [], []
     for number in range(groups):
         group = group_of(number, tokens)
         began = time.perf_counter()
         await store.put(group, train_step=5)
         singly.append(time.perf_counter() - began)
+        rows = rows_of(read_group(group, "default"), f"alone-{number}")
+        began = time.perf_counter()
+        await asyncio.to_thread(transfer_queue.kv_batch_put, rows.keys, "alone", tensors_of(rows))
+        alone_put.append(time.perf_counter() - began)
     several = [group_of(number, tokens) for number in range(groups, 2 * groups)]
     began = time.perf_counter()
     await asyncio.gather(*[store.put(group, train_step=5) for group in several])
     together = (time.perf_counter() - began) / groups
-    for _ in range(groups):
+    for number in range(groups):
         began = time.perf_counter()
         batch = await store.take_train_batch({"default": 1}, train_step=5)
         taking.append(time.perf_counter() - began)
         if batch.trainable_tokens != expected:
             raise RuntimeError(f"{batch.trainable_tokens} tokens in the loss, {expected} expected")
+        rows = rows_of(read_group(group_of(number, tokens), "default"), f"alone-{number}")
+        began = time.perf_counter()
+        await asyncio.to_thread(transfer_queue.kv_batch_get, rows.keys, "alone", list(READ_COLUMNS))
+        alone_get.append(time.perf_counter() - began)
+        await asyncio.to_thread(transfer_queue.kv_clear, rows.keys, "alone")
     for _ in range(groups):
         began = time.perf_counter()
         taken = await store.take_keys({"default": 1}, train_step=5)
@@ -73,11 +85,13 @@ async def measured(tokens: int, groups: int) -> None:
     await store.flush()
     await store.close()
     size = rows_of(read_group(group_of(0, tokens), "default"), "name").nbytes
-    put, took, handed = (1e3 * statistics.median(times) for times in (singly, taking, keys))
+    timed = (singly, alone_put, taking, alone_get, keys)
+    put, put_alone, took, got_alone, handed = (1e3 * statistics.median(times) for times in timed)
     print(
         f"{SIZE} x {tokens:>6,} tokens: {size:>10,} bytes; "
-        f"put {put:6.1f} ms, {1e3 * together:6.1f} ms each of {groups} at once; "
-        f"take {took:6.1f} ms ({size / took / 1e3:5.0f} MB/s); take keys {handed:6.1f} ms",
+        f"put {put:6.1f} ms ({put / put_alone:.1f} x TransferQueue alone), "
+        f"{1e3 * together:6.1f} ms each of {groups} at once; "
+        f"take {took:6.1f} ms ({took / got_alone:.1f} x a get alone); take keys {handed:6.1f} ms",
         flush=True,
     )
 

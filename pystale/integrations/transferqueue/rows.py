@@ -204,6 +204,8 @@ def tensors_of(rows: Rows) -> Any:
     for name, values in rows.columns.items():
         lengths = [len(row) for row in values]
         flat = torch.from_numpy(np.concatenate(values))
+        if not len(flat):
+            flat = torch.empty(0, dtype=flat.dtype)  # that of NumPy has a stride of 0, which TransferQueue cannot send
         offsets = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]))
         columns[name] = torch.nested.nested_tensor_from_jagged(flat, offsets)
     return tensordict.TensorDict(columns, batch_size=len(rows.keys))

@@ -111,6 +111,20 @@ def test_a_group_comes_back_from_a_take_as_it_was_put_with_its_masks(make: Any) 
     assert store.ledger()["trained"] == 2
 
 
+def test_fields_that_no_member_has_come_back_as_none(make: Any) -> None:
+    store = make()
+    store.sync.put(group_of(1, [4, 4], logprobs=None, prompt_ids=None, response_ids=None), train_step=5)
+    store.sync.put(group_of(2, [], size=1, response_ids=[], status=Status.COMPLETED), train_step=5)
+    batch = store.sync.take_train_batch({"default": 2}, train_step=5)
+    assert batch.trainable_tokens == 4
+    for state in batch["default"][0]:
+        assert (state.logprobs, state.prompt_ids, state.response_ids, state.response_mask.tolist()) == (
+            *(None, None, None),
+            [1, 1],
+        )
+    assert list(batch["default"][1][0].response_ids) == []
+
+
 def test_ranks_read_the_rows_of_a_batch_of_keys_with_effective_masks(make: Any) -> None:
     store = make()
     for number in range(3):
