@@ -6,11 +6,12 @@ from libcpp.vector cimport vector
 cdef extern from "Python.h":
     int PyDict_Next(object, Py_ssize_t*, PyObject**, PyObject**) noexcept
     PyObject* item_at "PyList_GET_ITEM"(object, Py_ssize_t) noexcept
-    PyObject* PyDict_GetItemWithError(object, object) except? NULL
+    PyObject* PyDict_GetItemWithError(PyObject*, PyObject*) except? NULL
+    PyObject* field_at "PyTuple_GET_ITEM"(object, Py_ssize_t) noexcept
     bint PyDict_Check(PyObject*) noexcept
     bint PyUnicode_CheckExact(PyObject*) noexcept
     int same_text "PyObject_RichCompareBool"(PyObject*, PyObject*, int) except -1
-    int PyDict_Contains(object, object) except -1
+    int PyDict_Contains(object, PyObject*) except -1
     Py_ssize_t PyUnicode_FindChar(object, Py_UCS4, Py_ssize_t, Py_ssize_t, int) except -2
     Py_ssize_t PyUnicode_Tailmatch(object, object, Py_ssize_t, Py_ssize_t, int) except -1
     const int Py_EQ
@@ -31,6 +32,7 @@ cdef extern from *:
 
 cdef enum:
     AHEAD = 16  # heads whose tags are on their way from memory while others are looked at
+    SHARED_AT_MOST = 4096
 
 
 @cython.final
@@ -60,7 +62,6 @@ cdef class KeyGroup:
     cdef public int64_t arrival
     cdef public int64_t number
     cdef vector[PyObject*] members  # one reference each
-    cdef tuple fields  # of the head's tag, when it was last listed
     cdef size_t lost  # members that are no longer listed, while that is counted
 
     def __init__(self, str uid not None):
@@ -122,6 +123,7 @@ cdef class ListingChanges:
     cdef readonly list changed_heads
     cdef readonly list gone_heads
     cdef list new_keys
+    cdef list changed       # (place, fields)
     cdef list gone_places   # ascending
     cdef list order         # place of each key, -1 for a new one; None: as before, new ones last
     cdef Py_ssize_t known
@@ -176,20 +178,24 @@ cdef class KeyedListing:
 
     cdef str mark
     cdef tuple fields
+    cdef Py_ssize_t watched
     cdef Py_UCS4 separator
-    cdef dict groups
+    cdef dict groups  # by uid
     # In the order of the last listing.
     cdef list keys
     cdef list owners
-    cdef vector[char] heads
+    cdef list states  # fields of a head, None for any other key
+    cdef dict shared
     cdef bint reading
 
     def __init__(self, str mark not None, fields, separator="_"):
         self.mark = mark
         self.fields = tuple(fields)
+        self.watched = len(self.fields)
         self.separator = separator
         self.groups = {}
-        self.keys, self.owners = [], []
+        self.keys, self.owners, self.states = [], [], []
+        self.shared = {}
         self.reading = False
 
     def __len__(self):
@@ -227,13 +233,15 @@ cdef class KeyedListing:
     cdef ListingChanges _compare(self, dict items):
         cdef Py_ssize_t position = 0, at = 0, entry = 0, known = len(self.keys), count = len(items)
         cdef PyObject** seen_keys = PySequence_Fast_ITEMS(<PyObject*>self.keys)
-        cdef const char* heads = self.heads.data()
+        cdef PyObject** states = PySequence_Fast_ITEMS(<PyObject*>self.states)
+        cdef object none = None
         cdef Py_ssize_t[AHEAD] waiting
         cdef list tags = [None] * AHEAD
         cdef size_t arrived = 0, looked_at = 0
         cdef PyObject *key
         cdef PyObject *tag
         cdef PyObject *seen
+        cdef const char* tag_keys
         cdef list gone = [], new = [], new_heads = [], changed = []
         cdef dict places = None
         cdef list order = None
@@ -242,7 +250,7 @@ cdef class KeyedListing:
             if at < known and seen_keys[at] == key:
                 entry = at
                 at += 1
-                if not heads[entry]:
+                if states[entry] == <PyObject*>none:
                     continue  # what nearly all keys are; never in another order
             elif not PyUnicode_CheckExact(key):
                 raise TypeError(f"keys of a listing are str, got {type(<object>key).__name__} {<object>key!r}")
@@ -258,7 +266,7 @@ cdef class KeyedListing:
                         entry = at
                         at += 1
                         break
-                    if PyDict_Contains(items, <object>seen):
+                    if PyDict_Contains(items, seen):
                         break
                     gone.append(at)
                     at += 1
@@ -274,26 +282,29 @@ cdef class KeyedListing:
                 order.append(entry)
             if entry < 0:
                 self._introduce(<str>key, require_tag(key, tag), new, new_heads)
-            elif heads[entry]:
+            elif states[entry] != <PyObject*>none:
                 require_dict(key, tag)
                 if arrived - looked_at == AHEAD:
-                    self._watch(waiting[looked_at % AHEAD], <dict>item_at(tags, looked_at % AHEAD), changed)
+                    self._watch(waiting[looked_at % AHEAD], item_at(tags, looked_at % AHEAD), changed)
                     looked_at += 1
                 waiting[arrived % AHEAD] = entry
                 tags[arrived % AHEAD] = <object>tag
                 arrived += 1
                 if arrived - looked_at > AHEAD // 2:
-                    prefetch((<PyDictObject*>item_at(tags, (arrived - AHEAD // 2) % AHEAD)).ma_keys)
+                    tag_keys = <const char*>(<PyDictObject*>item_at(tags, (arrived - AHEAD // 2) % AHEAD)).ma_keys
+                    prefetch(tag_keys)
+                    prefetch(tag_keys + 64)
         while looked_at < arrived:
-            self._watch(waiting[looked_at % AHEAD], <dict>item_at(tags, looked_at % AHEAD), changed)
+            self._watch(waiting[looked_at % AHEAD], item_at(tags, looked_at % AHEAD), changed)
             looked_at += 1
         if len(items) != count:
             raise RuntimeError(f"the listing had {count} keys and has {len(items)} now; it changed while it was read")
         gone.extend(range(at, known) if places is None else sorted(places.values()))
         cdef ListingChanges changes = ListingChanges.__new__(ListingChanges)
         changes.new_heads = new_heads
-        changes.changed_heads = changed
-        changes.gone_heads = [self.owners[entry] for entry in gone if self.heads[entry]]
+        changes.changed = changed
+        changes.changed_heads = [(self.owners[entry], state) for entry, state in changed]
+        changes.gone_heads = [self.owners[entry] for entry in gone if self.states[entry] is not None]
         changes.new_keys, changes.gone_places, changes.order = new, gone, order
         changes.known = known
         return changes
@@ -301,29 +312,36 @@ cdef class KeyedListing:
     cdef int _introduce(self, str key, dict tag, list new, list new_heads) except -1:
         if PyUnicode_FindChar(key, self.separator, 0, len(key), 1) < 0:
             new_heads.append((key, self.state(tag)))
-        elif tag.get(self.mark):
+        elif self.mark in tag and tag[self.mark]:
             raise ValueError(f"key {key!r} is marked {self.mark}, but holds {chr(self.separator)!r}, which heads must not")
         new.append(key)
         return 0
 
-    cdef int _watch(self, Py_ssize_t entry, dict now, list changed) except -1:
+    cdef int _watch(self, Py_ssize_t entry, PyObject* tag, list changed) except -1:
         """Note a head whose fields are not what they were."""
         cdef Py_ssize_t i
         cdef PyObject *value
         cdef object none = None
-        cdef tuple old = (<KeyGroup>item_at(self.owners, entry)).fields
-        for i in range(len(self.fields)):
-            value = PyDict_GetItemWithError(now, self.fields[i])
+        cdef tuple old = <tuple>item_at(self.states, entry)
+        for i in range(self.watched):
+            value = PyDict_GetItemWithError(tag, field_at(self.fields, i))
             if value == NULL:
                 value = <PyObject*>none
-            if value != <PyObject*>old[i] and <object>value != old[i]:
-                changed.append((<object>item_at(self.owners, entry), self.state(now)))
+            if value != field_at(old, i) and <object>value != <object>field_at(old, i):
+                changed.append((entry, self.state(<dict>tag)))
                 break
         return 0
 
     cpdef tuple state(self, dict tag):
         """Watched fields of a tag, None where it has none."""
-        return tuple([tag.get(field) for field in self.fields])
+        cdef tuple fields = tuple([tag.get(field) for field in self.fields])
+        # Heads with equal fields share one tuple, which then is in the processor's cache when they are compared.
+        if len(self.shared) >= SHARED_AT_MOST:
+            self.shared.clear()
+        try:
+            return self.shared.setdefault(fields, fields)
+        except TypeError:
+            return fields
 
     def accept(self, ListingChanges changes not None):
         """Remember what :meth:`compare` found, and bring the groups up to date with it.
@@ -347,21 +365,21 @@ cdef class KeyedListing:
         changes.known = -1
         cdef dict touched = {}
         cdef list new_heads = []
-        cdef vector[char] heads
-        cdef list owners = self._owners(changes, new_heads, touched, &heads)
+        cdef list states = []
+        cdef list owners = self._owners(changes, new_heads, touched, states)
         cdef KeyGroup group
         cdef Py_ssize_t place
-        for group, fields in changes.changed_heads:
-            group.fields = fields
+        for place, state in changes.changed:
+            self.states[place] = state
         for place in changes.gone_places:
             group = <KeyGroup>item_at(self.owners, place)
-            if self.heads[place]:
+            if self.states[place] is not None:
                 group.listed = False
             else:
                 group.lost += 1
         for place in changes.gone_places:
             group = <KeyGroup>item_at(self.owners, place)
-            if self.heads[place]:
+            if self.states[place] is not None:
                 continue
             if group.lost:  # the first that is lost, and what is usual: all of them are
                 touched[group] = None
@@ -375,18 +393,17 @@ cdef class KeyedListing:
             if not group.listed and not group.members.size():
                 self.groups.pop(group.uid, None)
         if changes.order is not None:
-            self._reorder(changes, owners, heads)
+            self._reorder(changes, owners, states)
             return new_heads, touched
         if changes.gone_places:
-            drop(self.keys, changes.gone_places)
-            drop(self.owners, changes.gone_places)
-            drop_flags(self.heads, changes.gone_places)
+            for column in (self.keys, self.owners, self.states):
+                drop(column, changes.gone_places)
         self.keys.extend(changes.new_keys)
         self.owners.extend(owners)
-        self.heads.insert(self.heads.end(), heads.begin(), heads.end())
+        self.states.extend(states)
         return new_heads, touched
 
-    cdef list _owners(self, ListingChanges changes, list new_heads, dict touched, vector[char]* heads):
+    cdef list _owners(self, ListingChanges changes, list new_heads, dict touched, list states):
         """Groups of the new keys, which get them."""
         cdef str key, uid
         cdef KeyGroup group = None
@@ -406,33 +423,30 @@ cdef class KeyedListing:
                     group = self.groups[uid] = KeyGroup(uid)
             if end < 0:
                 group.listed = True
-                group.fields = changes.new_heads[len(new_heads)][1]
+                states.append(changes.new_heads[len(new_heads)][1])
                 new_heads.append(group)
             else:
+                states.append(None)
                 group.add(key)
                 if group is not last:
                     touched[group] = None
                     last = group
             owners.append(group)
-            heads.push_back(end < 0)
         return owners
 
-    cdef int _reorder(self, ListingChanges changes, list owners, const vector[char]& heads) except -1:
-        cdef list all_keys = [], all_owners = []
-        cdef vector[char] all_heads
-        cdef Py_ssize_t entry, fresh = 0
-        for entry in changes.order:
-            if entry >= 0:
-                all_keys.append(self.keys[entry])
-                all_owners.append(self.owners[entry])
-                all_heads.push_back(self.heads[entry])
-            else:
-                all_keys.append(changes.new_keys[fresh])
-                all_owners.append(owners[fresh])
-                all_heads.push_back(heads[fresh])
-                fresh += 1
-        self.keys, self.owners = all_keys, all_owners
-        self.heads.swap(all_heads)
+    cdef int _reorder(self, ListingChanges changes, list owners, list states) except -1:
+        cdef list columns = []
+        cdef Py_ssize_t entry, fresh
+        for before, new in ((self.keys, changes.new_keys), (self.owners, owners), (self.states, states)):
+            column, fresh = [], 0
+            for entry in changes.order:
+                if entry >= 0:
+                    column.append(before[entry])
+                else:
+                    column.append(new[fresh])
+                    fresh += 1
+            columns.append(column)
+        self.keys, self.owners, self.states = columns
         return 0
 
 
@@ -463,16 +477,4 @@ cdef int drop(list column, list gone) except -1:
     write += n - read
     memmove(items + write, dropped.data(), dropped.size() * sizeof(PyObject*))
     del column[write:]
-    return 0
-
-
-cdef int drop_flags(vector[char]& flags, list gone) except -1:
-    """The same for flags."""
-    cdef Py_ssize_t n = flags.size(), write = 0, read = 0, place
-    for place in gone:
-        memmove(flags.data() + write, flags.data() + read, place - read)
-        write += place - read
-        read = place + 1
-    memmove(flags.data() + write, flags.data() + read, n - read)
-    flags.resize(write + n - read)
     return 0

@@ -13,11 +13,11 @@ __all__ = [
     "Sizes",
     "Triggers",
     "checked_hooks",
-    "checked_journal_delay",
     "checked_missing_version",
     "checked_order",
     "checked_outcome",
     "checked_rules",
+    "checked_seconds",
     "checked_sizes",
     "checked_task_name",
     "checked_triggers",
@@ -96,12 +96,12 @@ def checked_hooks(*, on_release: Any, dump_ref: Any, load_ref: Any) -> None:
         raise ValueError("dump_ref and load_ref come together: what one writes the other has to read")
 
 
-def checked_journal_delay(seconds: Any) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"journal_delay must be a number of seconds, got {type(seconds).__name__}")
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"journal_delay must be at least 0 seconds and finite, got {seconds}")
-    return seconds
+def checked_seconds(name: str, value: Any, *, positive: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
+    if not 0 <= value < float("inf") or (positive and not value):
+        raise ValueError(f"{name} must be {'above' if positive else 'at least'} 0 and finite, got {value}")
+    return value
 
 
 def warn_of_discards(rules: Rules, triggers: Triggers) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from pystale.arguments import (
     Sizes,
     checked_hooks,
-    checked_journal_delay,
     checked_missing_version,
     checked_order,
     checked_rules,
+    checked_seconds,
     checked_triggers,
     warn_of_discards,
 )
@@ -140,7 +140,7 @@ class ReplayBuffer:
             max_rerolls = checked_int("max_rerolls", max_rerolls, at_least=0, remedy="None sets no bound")
         self.max_rerolls = max_rerolls
         checked_hooks(on_release=on_release, dump_ref=dump_ref, load_ref=load_ref)
-        journal_delay = checked_journal_delay(journal_delay)
+        journal_delay = checked_seconds("journal_delay", journal_delay)
         warn_of_discards(rules, triggers)
         # What all faces of the buffer share, for modules of pystale that need it before anything is waited for.
         self.operations = Operations(

@@ -1,12 +1,11 @@
 """One rollout on its way through the partial-rollout client: what it asks for, and how far its bounds are used up."""
 
 import asyncio
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pystale.continuation import as_list, refuse_broken
+from pystale.continuation import as_list, continued_params, refuse_broken
 from pystale.engine import EngineOutput
 from pystale.staleness import checked_int
 from pystale.state import Status, length
@@ -138,13 +137,7 @@ class Call:
 
     def request_params(self) -> dict[str, Any]:
         """Parameters of the next request: the caller's, with budgets less what has been generated."""
-        # Deep, so that an engine which changes a list in them does not change the caller's.
-        params = copy.deepcopy(self.params)
-        params[self.limit] = self.left
-        for name in ("min_tokens", "min_new_tokens"):
-            if params.get(name):
-                params[name] = max(params[name] - self.generated, 0)
-        return params
+        return continued_params(self.params, self.limit, self.left, self.generated)
 
 
 def _as_dict(params: Any, which: str) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Reading a checkpoint, whose format is in :mod:`pystale.checkpoint`: nothing is interpreted before it is checked."""
 
-import contextlib
 import errno
-import gc
 import hashlib
 import os
 import re
@@ -16,13 +14,14 @@ from safetensors.numpy import load as load_tensors
 
 from pystale.checkpoint import DOCUMENT, FORMAT, SCHEMA_VERSION, CheckpointError
 from pystale.checkpoint_files import DATA_FILE
+from pystale.collector import collector_paused
 from pystale.columns import Array, ColumnReader, Malformed
 from pystale.decoding import decode_document, decode_group
 from pystale.field_types import LoadRef
 from pystale.state import RolloutState
 from pystale.strict_json import parse_json
 
-__all__ = ["LoadedGroup", "collector_paused", "read_checkpoint", "read_checkpoint_into"]
+__all__ = ["LoadedGroup", "read_checkpoint", "read_checkpoint_into"]
 
 Result = TypeVar("Result")
 
@@ -81,27 +80,6 @@ def read_checkpoint_into(
             if now == raw:
                 raise
             raw = now
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from walking a heap that is only being filled.
-
-    Reading makes millions of objects and no garbage. Left alone, the collector walks all of them again and again: it
-    doubles the time to read 100,000 groups, and stops every thread for seconds. What was made meanwhile goes to the
-    oldest generation without being walked. Nothing is done where the collector is off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():  # whoever froze objects wants them to stay frozen
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
 
 
 def _load(path: Path, raw: bytes, load_ref: LoadRef | None) -> tuple[dict[str, Any], Iterator[LoadedGroup]]:

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from pystale.arguments import checked_seconds
+from pystale.backoff import backoff, loop_time
 from pystale.buffer import OnRelease
 from pystale.call import Call
 from pystale.continuation import continued_fields
@@ -128,7 +130,7 @@ class PartialRolloutClient:
         for name in ("generate", "abort"):
             if not callable(getattr(engine, name, None)):
                 raise TypeError(f"engine must have a method {name}, got {type(engine).__name__}")
-        clock = clock or _loop_time
+        clock = clock or loop_time
         given: dict[str, Any] = {"model_step": model_step, "clock": clock, "sleep": sleep, "random": random}
         for name, value in given.items():
             if not callable(value):
@@ -138,11 +140,11 @@ class PartialRolloutClient:
         self.max_tokens = None if max_tokens is None else checked_int("max_tokens", max_tokens, at_least=1)
         self.eos_token_ids = frozenset(checked_int("eos_token_ids", i, at_least=0) for i in eos_token_ids)
         self.max_attempts = checked_int("max_attempts", max_attempts, at_least=1)
-        self.max_seconds = None if max_seconds is None else _checked_seconds("max_seconds", max_seconds)
+        self.max_seconds = None if max_seconds is None else checked_seconds("max_seconds", max_seconds)
         self.token_budget = None if token_budget is None else checked_int("token_budget", token_budget, at_least=1)
-        self.backoff_s = _checked_seconds("backoff_s", backoff_s)
-        self.max_backoff_s = _checked_seconds("max_backoff_s", max_backoff_s)
-        self.abort_grace_s = _checked_seconds("abort_grace_s", abort_grace_s)
+        self.backoff_s = checked_seconds("backoff_s", backoff_s)
+        self.max_backoff_s = checked_seconds("max_backoff_s", max_backoff_s)
+        self.abort_grace_s = checked_seconds("abort_grace_s", abort_grace_s)
         self._side_data = SideData(load_ref, store_ref, on_release)
         self._clock = clock
         self._sleep = sleep
@@ -244,7 +246,7 @@ class PartialRolloutClient:
                 return _end(state, Status.COMPLETED, finish_reason)
             if call.paused.done():
                 return _end(state, Status.ABORTED, "abort")
-            delay = self._delay(call.failures)
+            delay = backoff(call.failures, self.backoff_s, self.max_backoff_s, self._random)
             if bound := self._bound_reached(call, delay):
                 return _end(state, Status.FAILED, "error", f"{bound}; last reason: {call.reason or 'none'}")
             if delay:
@@ -290,13 +292,6 @@ class PartialRolloutClient:
             spent = f"{call.spent} of {self.token_budget} tokens are spent"
             return f"token_budget: {spent}, the next request takes {call.left}"
         return ""
-
-    def _delay(self, failures: int) -> float:
-        """Seconds to wait after so many requests that brought nothing, with jitter so that clients do not march."""
-        if not failures:
-            return 0.0
-        longest = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(failures - 1, 64))
-        return longest * (1 - self._random() / 2)
 
     async def _restart(self, call: Call) -> None:
         """Drop the tokens of a rollout that does not go on from them."""
@@ -414,22 +409,10 @@ class PartialRolloutClient:
         await self._side_data.release_all_but(getattr(state, "routed_experts", None), state, output.routed_experts)
 
 
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def _end(state: Any, status: Status, finish_reason: str | None, error_msg: str | None = None) -> None:
     write_status(state, status)
     state.finish_reason = finish_reason
     state.error_msg = error_msg
-
-
-def _checked_seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be at least 0 and finite, got {value}")
-    return float(value)
 
 
 def _look_at(task: "asyncio.Task[Any]") -> bool:

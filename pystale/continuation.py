@@ -1,5 +1,7 @@
 """Continuing a response: what it must be like before, and its per-token fields after one more request."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from pystale._objects import ModelSteps, measure
 from pystale.engine import EngineOutput
 from pystale.state import length
 
-__all__ = ["as_list", "continued_fields", "refuse_broken"]
+__all__ = ["as_list", "continued_fields", "continued_params", "refuse_broken"]
 
 
 def refuse_broken(state: Any, which: str) -> None:
@@ -30,6 +32,21 @@ def refuse_broken(state: Any, which: str) -> None:
             f"{which} has {tokens} response_ids and {steps} response_model_steps; tokens to continue from must have "
             f"model steps (see update_sample_version)"
         )
+
+
+def continued_params(params: Mapping[str, Any], limit: str, left: int | None, generated: int) -> dict[str, Any]:
+    """Sampling parameters of the next request: the caller's, with budgets less what has been generated.
+
+    `left` tokens may still come, which goes under the name `limit`; None leaves that to the server.
+    """
+    # Deep, so that an engine which changes a list in them does not change the caller's.
+    less = dict(copy.deepcopy(params))
+    if left is not None:
+        less[limit] = left
+    for name in ("min_tokens", "min_new_tokens"):
+        if less.get(name):
+            less[name] = max(less[name] - generated, 0)
+    return less
 
 
 def continued_fields(

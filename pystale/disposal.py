@@ -1,12 +1,9 @@
 """What an operation cleared: handed to whoever wants it, or freed without holding up the caller."""
 
-import contextlib
-import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Cleared", "collector_delayed"]
+__all__ = ["Cleared"]
 
 # A list of 4,096 distinct ints takes some 80 us to free. Past this many entries it is worth a thread.
 ENTRIES_FREED_AT_ONCE = 50_000
@@ -45,21 +42,3 @@ class Cleared:
 def _free(values: list[Any]) -> None:
     while values:
         values.pop()  # one by one, so that other threads get their turn
-
-
-@contextlib.contextmanager
-def collector_delayed() -> Iterator[None]:
-    """Keep the garbage collector from starting in the middle of an operation.
-
-    Each member that is reset leaves some new lists, and a few hundred of these would set the collector off: under the
-    mutex, and up to ten times. One walk over groups put recently, with their tokens in lists, can take longer than all
-    the rest (140 ms for 2,000 responses of 4,096 tokens, against 11 ms to reset them). It comes once, afterwards.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -104,6 +104,7 @@ class Journal:
         self._durable = 0  # number of the last entry on disk
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._segment = 0  # where entries appended now go
+        self._begun = False  # whether it has any
         self._after: dict[int, Any] = {0: None}  # what a segment not created yet continues; "segment" if not here
         self._committing = threading.Lock()
         self._checkpoints: dict[str, int] = {}  # directory -> segment that the checkpoint in it names
@@ -149,6 +150,7 @@ class Journal:
         """Append an entry; returns its number, to wait for."""
         with self._condition:
             self._appended += 1
+            self._begun = True
             if self._failure is None:
                 self._pending.append(Appended(self._segment, envelope, group))
                 if self._writer is None:
@@ -208,9 +210,15 @@ class Journal:
     # Checkpoints
 
     def rotate(self) -> Position:
-        """Have later entries go to a new segment, which a checkpoint of the state now is followed by."""
+        """Have later entries go to a new segment, which a checkpoint of the state now is followed by.
+
+        A segment without entries is never written, and would look like a lost one: two checkpoints with nothing
+        between them are followed by the same.
+        """
         with self._condition:
-            self._segment += 1
+            if self._begun or self._failure is not None:
+                self._segment += 1
+                self._begun = False
             if self._failure is not None:
                 # What was given up is only in that checkpoint; no other can precede the segment.
                 self._after[self._segment] = "checkpoint"
@@ -269,6 +277,7 @@ class Journal:
         """
         with self._condition:
             self.id, self._segment, self._after, self.used = journal_id, segment, after, False
+            self._begun = False
 
     # The writing thread
 

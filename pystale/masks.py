@@ -7,7 +7,7 @@ from pystale._objects import trainable_masks
 from pystale.record import Record
 from pystale.writing import Writes
 
-__all__ = ["Taken", "masks_of", "write_masks"]
+__all__ = ["Taken", "counts_of", "masks_of", "write_masks"]
 
 
 class Taken(NamedTuple):
@@ -17,11 +17,17 @@ class Taken(NamedTuple):
     tokens: int  # in the loss, of all members
 
 
-def masks_of(record: Record, train_step: int | None, *, count_only: bool = False) -> Taken:
-    """What a group trains with at `train_step`; without one every member keeps its mask. Nothing changes.
+def masks_of(record: Record, train_step: int | None) -> Taken:
+    """What a group trains with at `train_step`; without one every member keeps its mask. Nothing changes."""
+    return _taken(record, train_step, count_only=False)
 
-    With `count_only` no masks are made: of a summary, whose tokens and masks are elsewhere, the count is all there is.
-    """
+
+def counts_of(record: Record, train_step: int | None) -> Taken:
+    """As :func:`masks_of` but without masks: for a summary, whose tokens are elsewhere, the count is all there is."""
+    return _taken(record, train_step, count_only=True)
+
+
+def _taken(record: Record, train_step: int | None, *, count_only: bool) -> Taken:
     if train_step is None:
         return Taken([None] * len(record.states), sum([member.trainable for member in record.members]))
     threshold = record.task.rule.token_stale_threshold

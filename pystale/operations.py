@@ -15,12 +15,12 @@ import numpy as np
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
-from pystale.disposal import collector_delayed
+from pystale.collector import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
 from pystale.journal import Journal
-from pystale.masks import masks_of, write_masks
+from pystale.masks import counts_of, masks_of, write_masks
 from pystale.payload import DumpRef, EncodedGroup, LoadRef
 from pystale.readiness import Waiter, Waiters
 from pystale.record import Record
@@ -65,6 +65,8 @@ class Operations:
         self.lock = threading.Lock()
         self.waiters = Waiters()
         self.saves: list[SaveJob] = []
+        # By identity: batches that are booked as taken, and whose callers do not have them yet.
+        self._on_their_way: dict[int, list[Record]] = {}
         self._new_store = new_store
         self._effects = functools.partial(Effects, journal, on_release)
         self._dump_ref = dump_ref
@@ -223,11 +225,12 @@ class Operations:
         `entry` is the journal's of what came before; that of the batch itself, if there is one, comes later.
         """
         if not claimed and any(sizes.values()):
-            return Claim(TrainBatch({}, {}), [], [], Writes(), self._take_back, self.journal, entry)
+            return Claim(TrainBatch({}, {}), [], [], Writes(), self._arrived, self._take_back, self.journal, entry)
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
         try:
-            taken = [masks_of(record, train_step, count_only=not self._write_masks) for record in claimed]
+            trains_with = masks_of if self._write_masks else counts_of
+            taken = [trains_with(record, train_step) for record in claimed]
             with self.lock:
                 if self.saves:
                     for record in claimed:
@@ -237,10 +240,17 @@ class Operations:
                     groups[record.task.name].append(record.states)
                     tokens[record.task.name] += self.store.train(record, of_record)
                 entry = self._record("take", note=note) if claimed else entry
+                if entry is not None:
+                    self._on_their_way[id(claimed)] = claimed
         except BaseException:
             self.give_back(claimed)
             raise
-        return Claim(TrainBatch(groups, tokens), claimed, taken, writes, self._take_back, self.journal, entry)
+        batch = TrainBatch(groups, tokens)
+        return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
+
+    def _arrived(self, claim: Claim) -> None:
+        with self.lock:
+            self._on_their_way.pop(id(claim.records), None)
 
     def give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
@@ -261,6 +271,7 @@ class Operations:
             except Exception:
                 logger.exception("group %r is lost: it was taken, and cannot be given back", record.group_id)
         with self.lock:
+            self._on_their_way.pop(id(claim.records), None)
             for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
                 if again is not None:
                     self.store.untrain(record, taken)
@@ -366,7 +377,8 @@ class Operations:
         with self.lock:
             if self.journal is not None:
                 self.journal.check_open()
-            job = SaveJob(directory, self.store, self.lock, self._dump_ref, self.journal, extra)
+            on_their_way = [record for batch in self._on_their_way.values() for record in batch]
+            job = SaveJob(directory, self.store, self.lock, self._dump_ref, self.journal, extra, on_their_way)
             self.saves.append(job)
             return job
 

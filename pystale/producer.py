@@ -9,13 +9,13 @@ Three ways to share the time between generation and training:
   interrupted only to publish weights.
 """
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pystale.arguments import checked_seconds
 from pystale.background import BackgroundLine
 from pystale.buffer import ReplayBuffer
 from pystale.production import Line, ShouldContinue
@@ -223,8 +223,8 @@ class ProduceStrategy:
         self.token_stale_threshold = self.rule.token_stale_threshold
         self.tail_batch_trigger_size = config.tail_batch_trigger_size
         self.max_rerolls = config.max_rerolls
-        self.pause_repeat_s = _checked_seconds("pause_repeat_s", pause_repeat_s)
-        self.pause_limit_s = _checked_seconds("pause_limit_s", pause_limit_s)
+        self.pause_repeat_s = checked_seconds("pause_repeat_s", pause_repeat_s, positive=True)
+        self.pause_limit_s = checked_seconds("pause_limit_s", pause_limit_s, positive=True)
         if self.token_stale_threshold is not None and config.tail_batch_trigger_size < 0:
             warnings.warn(
                 f"tail_batch_trigger_size=-1 with max_token_staleness={config.max_token_staleness}: a group is "
@@ -404,11 +404,3 @@ class DisaggAsyncProduceStrategy(ProduceStrategy):
             progress=progress,
             on_stall=on_stall,
         )
-
-
-def _checked_seconds(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive, finite number of seconds, got {value}")
-    return value

@@ -5,7 +5,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from pystale.checkpoint import DOCUMENT, CheckpointError, CheckpointWriter
-from pystale.checkpoint_reader import LoadedGroup, collector_paused, read_checkpoint_into
+from pystale.checkpoint_reader import LoadedGroup, read_checkpoint_into
+from pystale.collector import collector_paused
 from pystale.field_types import DumpRef, LoadRef
 from pystale.group import AGEING, Arriving, read_group
 from pystale.history import Player
@@ -45,7 +46,8 @@ class Resumed:
         By task, ids of the groups that came to the buffer after the checkpoint, according to the journal: whatever
         became of them, their prompts are not to be drawn again.
     taken : dict of str to list
-        By task and in order, ids of the groups taken for training after the checkpoint. They are not in the buffer.
+        By task and in order, ids of the groups taken for training after the checkpoint, or on their way to the trainer
+        at its moment. They are not in the buffer.
     notes : list of (note, result)
         What callers inside pystale kept in the journal with their operations, and what those returned.
     """
@@ -78,6 +80,8 @@ class SaveJob:
         Goes on in a new segment, and loses the old ones once the checkpoint is on disk.
     extra : mapping, optional
         Kept with the checkpoint.
+    on_their_way : sequence of Record
+        Taken for training, by callers who do not have them yet and may never get them.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class SaveJob:
         dump_ref: DumpRef | None = None,
         journal: Journal | None = None,
         extra: Mapping[str, Any] | None = None,
+        on_their_way: Sequence[Record] = (),
     ) -> None:
         self._directory = directory
         self._lock = lock
@@ -122,6 +127,9 @@ class SaveJob:
                 }
                 for t in store.tickets.values()
                 if not t.states
+            ],
+            "taken": [
+                {"task": r.task.name, "group_id": _plain(r.group_id), "arrival": r.arrival} for r in on_their_way
             ],
             "extra": dict(extra or {}),
         }
@@ -300,13 +308,16 @@ def _load(
 ) -> tuple[Store, Resumed, Reading | None]:
     store, resumed = new_store(), Resumed()
     place = identity = None
+    on_their_way: list[dict[str, Any]] = []
     if directory is not None and (journal is None or Path(directory, DOCUMENT).exists()):
         store, resumed, document = read_checkpoint_into(
             directory, lambda document, groups: _filled(new_store(), directory, document, groups), load_ref
         )
         identity = document.get("id") or hashlib.sha256(dump_json(encode_document(document))).hexdigest()
         place = _journal_place(directory, document)
+        on_their_way = document.get("taken", [])
     if journal is None:
+        _name_taken(resumed, store, on_their_way)
         return store, resumed, None
     reading = read_journal(journal, place, identity, load_ref)
     player = Player(store)
@@ -314,9 +325,19 @@ def _load(
     if undo_takes:
         player.undo_takes()
     resumed.finished.update({task: list(ids) for task, ids in player.finished.items()})
-    resumed.taken.update(player.taken())
+    _name_taken(resumed, store, on_their_way)
+    for task_name, ids in player.taken().items():
+        resumed.taken.setdefault(task_name, []).extend(ids)
     resumed.notes.extend(player.notes)
     return store, resumed, reading
+
+
+def _name_taken(resumed: Resumed, store: Store, on_their_way: list[dict[str, Any]]) -> None:
+    """Name the groups that were on their way to the trainer at a checkpoint, but for those given back since."""
+    here = {record.arrival for record in store.records.values()} if on_their_way else ()
+    for group in on_their_way:
+        if group["arrival"] not in here:
+            resumed.taken.setdefault(group["task"], []).append(group["group_id"])
 
 
 def _journal_place(directory: str | os.PathLike[str], document: dict[str, Any]) -> dict[str, Any] | None:
@@ -365,6 +386,10 @@ def _filled(
             store.tickets[name] = Ticket(
                 store.task(name[0]), name[1], Status.ABORTED, arrival, key, rerolls, states=[], held=[]
             )
+        # Absent in files written before it was kept.
+        for group in _objects(document, "taken") if "taken" in document else ():
+            _text(group, "task")
+            checked_int("arrival", group.get("arrival"), at_least=0)
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise _contradiction(directory, error) from None

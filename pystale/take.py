@@ -23,6 +23,7 @@ class Claim(NamedTuple):
     records: list[Record]
     taken: list[Taken]
     writes: Writes  # the masks it has written
+    arrived: "Callable[[Claim], None]"  # told that the caller has the batch
     take_back: "Callable[[Claim], None]"  # stores the groups again, as if they had never left
     journal: Journal | None = None
     entry: int | None = None  # number of the journal entry to wait for
@@ -35,6 +36,7 @@ class Claim(NamedTuple):
             except BaseException:
                 self.take_back(self)
                 raise
+            self.arrived(self)
         return self.batch
 
 

@@ -26,7 +26,8 @@ from safetensors.numpy import load
 
 from pystale import ModelSteps, checkpoint, checkpoint_reader
 from pystale.checkpoint import CheckpointError, CheckpointWriter
-from pystale.checkpoint_reader import collector_paused, read_checkpoint
+from pystale.checkpoint_reader import read_checkpoint
+from pystale.collector import collector_paused
 from pystale.payload import encode_group
 from pystale.state import RolloutState, Status
 

@@ -145,8 +145,16 @@ def test_no_group_is_trained_twice(mode):
 
 
 @pytest.mark.parametrize("mode", ASYNCHRONOUS)
-def test_responses_live_through_several_versions(mode):
-    record, _ = finished(mode, steps=10, group_size=8)
+def test_responses_live_through_several_versions(monkeypatch, mode):
+    """With generation slower than training, so that new weights meet responses on every machine."""
+    original = Engine._decode
+
+    def slow(self: Any) -> None:
+        time.sleep(0.01)
+        original(self)
+
+    monkeypatch.setattr(Engine, "_decode", slow)
+    record, _ = finished(mode, steps=6, group_size=8)
     assert max(record.versions) > 1
     assert record.groups_continued > 0
     assert record.sample is not None

@@ -21,6 +21,7 @@ import pystale.operations
 from pystale import CheckpointError, ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
 from pystale.sampler import PromptSampler
 from pystale.saving import encode
+from pystale.waiting import IN_EVENT_LOOP
 
 C, A, E, F = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.FAILED
 FIXTURE = Path(__file__).parent / "fixtures" / "journal_v1"
@@ -235,6 +236,46 @@ def test_takes_since_the_checkpoint_are_named_and_can_be_undone(tmp_path):
     again = make(crashed(undone, tmp_path, "third"))
     assert again.sync.resume(tmp_path / "checkpoint").taken == {}
     assert picture(again) == picture(undone)
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_checkpoints_with_nothing_between_them_leave_no_gap(tmp_path, kept):
+    """Every checkpoint can be gone on from with the journal as it is when a later one has not got to its place."""
+    buffer = make(tmp_path / "j")
+    buffer.sync.put(group([5], group_id=0), train_step=6)
+    for number in range(4):
+        # As a save that is killed before its checkpoint is in place: the journal has rotated, and nothing is deleted.
+        job = buffer.operations.start_save(tmp_path / "killed")
+        if number == kept:
+            buffer.sync.save(tmp_path / "checkpoint")
+        buffer.operations.saves.remove(job)
+        if number % 2:
+            buffer.sync.put(group([5], group_id=number), train_step=6)
+    final = make(crashed(buffer, tmp_path, "after"))
+    final.sync.resume(tmp_path / "checkpoint")
+    assert picture(final) == picture(buffer)
+
+
+@pytest.mark.parametrize("given_back", [False, True])
+def test_a_batch_on_its_way_at_the_checkpoint_is_named(tmp_path, given_back):
+    buffer = make(tmp_path / "j")
+    for number in range(4):
+        buffer.sync.put(group([5], group_id=number), train_step=6)
+    buffer.sync.take_train_batch({"default": 1}, train_step=6)
+    claim, _ = buffer.operations.claim_train_batch({"default": 2}, 6)  # booked, and its caller does not have it yet
+    buffer.sync.save(tmp_path / "checkpoint")
+    if given_back:
+        claim.take_back(claim)
+    else:
+        assert asyncio.run(claim.hand_over(IN_EVENT_LOOP)) is claim.batch
+    buffer.sync.flush()
+    final = make(crashed(buffer, tmp_path, "after"))
+    assert final.sync.resume(tmp_path / "checkpoint").taken == ({} if given_back else {"default": [1, 2]})
+    assert picture(final) == picture(buffer)
+    buffer.sync.save(tmp_path / "later")
+    final.sync.close()
+    final = make(crashed(buffer, tmp_path, "later still"))
+    assert final.sync.resume(tmp_path / "later").taken == {}
 
 
 def test_a_sampler_goes_on_behind_what_the_journal_knows(tmp_path):

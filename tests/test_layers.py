@@ -23,6 +23,7 @@ LAYERS = (
         "checkpoint",
         "checkpoint_files",
         "checkpoint_reader",
+        "collector",
         "columns",
         "decoding",
         "disposal",
@@ -54,6 +55,7 @@ LAYERS = (
         "writing",
     ),
     (
+        "backoff",
         "call",
         "client",
         "continuation",

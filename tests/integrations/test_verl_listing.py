@@ -1,6 +1,7 @@
 """Comparing a listing with the last one, against dicts that are read anew each time."""
 
 import copy
+import sys
 
 import pytest
 
@@ -100,6 +101,16 @@ def test_a_group_that_is_gone_altogether_is_forgotten():
     listing.accept(listing.compare({}))
     [group], _ = listing.accept(listing.compare({"p": {}}))
     assert group is not groups["p"]
+
+
+def test_every_reference_to_a_key_is_given_back():
+    keys = [f"{uid}{suffix}" for uid in "pq" for suffix in ("", "_0", "_1", "_2")]
+    before = [sys.getrefcount(key) for key in keys]
+    listing, groups = listing_of({key: {} for key in keys})
+    for left in ({"q", "q_1", "p_0"}, {"q_1", "q_2"}, set(keys), set()):
+        listing.accept(listing.compare({key: {} for key in keys if key in left}))
+    del listing, groups
+    assert [sys.getrefcount(key) for key in keys] == before
 
 
 def test_uids_that_begin_alike_are_told_apart():

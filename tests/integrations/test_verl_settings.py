@@ -92,7 +92,7 @@ def test_arguments_of_verls_own_buffer_count_like_sampler_kwargs():
     assert settings(poll_interval=0.5) == settings(kwargs={"poll_interval": 0.5})
 
 
-def test_the_module_is_imported_without_any_framework():
+def test_the_module_is_imported_without_any_framework(tmp_path):
     code = (
         "import sys, pystale.integrations.verl as v\n"
         "loaded = {'verl', 'transfer_queue', 'ray', 'torch', 'omegaconf'} & set(sys.modules)\n"
@@ -105,4 +105,4 @@ def test_the_module_is_imported_without_any_framework():
         "else:\n"
         "    raise SystemExit('no ImportError')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

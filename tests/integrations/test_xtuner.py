@@ -74,13 +74,13 @@ def installed(xtuner: StandIn):
 # Installing
 
 
-def test_importing_the_module_imports_neither_xtuner_nor_ray_nor_torch():
+def test_importing_the_module_imports_neither_xtuner_nor_ray_nor_torch(tmp_path: Path) -> None:
     code = """if True:
         import sys
         import pystale.integrations.xtuner
         print({"xtuner", "ray", "torch"} & set(sys.modules))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "set()"
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from pathlib import Path
 from typing import Any
 
-from pystale.arguments import Sizes, checked_sizes, checked_task_name
+from pystale.arguments import Sizes, checked_seconds, checked_sizes, checked_task_name
 from pystale.buffer import ReplayBuffer
 from pystale.checkpoint import DOCUMENT
 from pystale.integrations.ray.bookings import Bookings, Call, Name, TakenBatch, status_of
@@ -44,11 +44,7 @@ def checked_settings(rule: Any, settings: Mapping[str, Any]) -> None:
     checked_bound(of_buffer.pop("max_groups", None), of_buffer.pop("batch_groups", None))
     checked_int("checkpoint_entries", of_buffer.pop("checkpoint_entries", 1), at_least=1)
     for name in ("lease_s", "grace_s"):
-        seconds = of_buffer.pop(name, 1.0)
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"{name} must be a number of seconds, got {type(seconds).__name__} {seconds!r}")
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        checked_seconds(name, of_buffer.pop(name, 1.0), positive=True)
     unknown = of_buffer.keys() - {"order", "tail_batch_trigger_size", "max_rerolls", "journal_delay"}
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}; see ReplayBufferActor for those there are")
@@ -566,13 +562,19 @@ class ReplayBufferActor:
         swept = time.monotonic()
         while True:
             await asyncio.sleep(min(self._lease_s, self._grace_s) / 4)
-            since = time.monotonic() - self._lease_s
-            for client in {token.rpartition("-")[0] for token in self._bookings.lent.values()}:
-                if self._heard.setdefault(client, time.monotonic()) < since:
-                    self._forget(client)
-            if time.monotonic() - swept >= self._grace_s / 2:
-                swept = time.monotonic()
-                await self._sweep()
+            try:
+                self._forget_those_unheard()
+                if time.monotonic() - swept >= self._grace_s / 2:
+                    swept = time.monotonic()
+                    await self._sweep()
+            except Exception:  # such as a full disk; it may be over the next time
+                logger.exception("clients and payloads could not be looked after")
+
+    def _forget_those_unheard(self) -> None:
+        since = time.monotonic() - self._lease_s
+        for client in {token.rpartition("-")[0] for token in self._bookings.lent.values()}:
+            if self._heard.setdefault(client, time.monotonic()) < since:
+                self._forget(client)
 
     async def _sweep(self) -> None:
         for handle in self._keepers.values():

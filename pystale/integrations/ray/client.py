@@ -1,273 +1,28 @@
 """The buffer as producers and trainers see it: the methods of ReplayBuffer, wherever in the cluster they are called."""
 
-import asyncio
-import itertools
 import os
-import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
+from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
-from pystale.group import Arriving, Group, read_group
+from pystale.group import Group
 from pystale.integrations.ray.actor import ReplayBufferActor, checked_settings
-from pystale.integrations.ray.batch import BatchRefs, GroupRefs
-from pystale.integrations.ray.bookings import Call
-from pystale.integrations.ray.calls import IN_EVENT_LOOP, ON_THREAD, Answers, Together
-from pystale.integrations.ray.keeper import PayloadKeeper, PayloadsLost
-from pystale.staleness import StalenessRule, checked_int
-from pystale.state import RolloutState, Status
-from pystale.summary import assembled, payloads_of, summaries_of
-from pystale.waiting import finished
-from pystale.writing import write_arrival
+from pystale.integrations.ray.batch import BatchRefs
+from pystale.integrations.ray.blocking import BlockingRayReplayBuffer
+from pystale.integrations.ray.calls import IN_EVENT_LOOP
+from pystale.integrations.ray.connection import Client, Methods
+from pystale.integrations.ray.keeper import start_keepers
+from pystale.staleness import StalenessRule
+from pystale.state import Status
 
-__all__ = ["BlockingRayReplayBuffer", "RayReplayBuffer"]
+__all__ = ["RayReplayBuffer"]
 
 Buffer = TypeVar("Buffer", bound="RayReplayBuffer")
 
 # Thousands of producers may wait for room at once, and none of them may keep a take from coming in.
 CALLS_AT_ONCE = 100_000
-
-
-def keeper_of(node_id: str) -> str:
-    """Name of the keeper of a node: short, since every payload is named after it."""
-    return node_id[:12]
-
-
-class _Client:
-    """The connection of a process: its id, its calls, and what was handed out to it."""
-
-    def __init__(self, actor: Any, trainer: str, acknowledge: bool) -> None:
-        import ray
-
-        self.actor = actor
-        self.trainer = trainer
-        self.acknowledge = acknowledge
-        self.id = uuid.uuid4().hex[:16]
-        settings = ray.get(actor.settings.remote())
-        self.rules: StalenessRule | Mapping[str, StalenessRule] = settings["rule"]
-        self.triggers: int | Mapping[str, int] = settings["tail_batch_trigger_size"]
-        self.order = settings["order"]
-        self.max_rerolls: int | None = settings["max_rerolls"]
-        self.keepers: dict[str, Any] = settings["keepers"]
-        here = keeper_of(ray.get_runtime_context().get_node_id())
-        # A node that came later has none; any other does, and then payloads cross the network once more.
-        self.keeper = here if here in self.keepers else min(self.keepers)
-        self.leases: dict[tuple[str, Any], str] = {}
-        self.together: WeakKeyDictionary[Any, tuple[Together, Together]] = WeakKeyDictionary()  # by event loop
-        self._numbers = itertools.count()
-        self._open: dict[int, None] = {}
-        self._lock = threading.Lock()
-        self._lease_s: float = settings["lease_s"]
-        self._beating = threading.Event()
-        self._closed = threading.Event()
-
-    def begin(self) -> Call:
-        with self._lock:
-            number = next(self._numbers)
-            self._open[number] = None
-            return Call(self.id, number, next(iter(self._open)))
-
-    def end(self, call: Call) -> None:
-        with self._lock:
-            self._open.pop(call.number, None)
-
-    def rule(self, task_name: str) -> StalenessRule:
-        rule = self.rules if isinstance(self.rules, StalenessRule) else self.rules.get(task_name)
-        if rule is None:
-            known = ", ".join(sorted(self.rules))  # type: ignore[arg-type]
-            raise ValueError(f"task {task_name!r} has no rule; tasks with one are: {known}")
-        return rule
-
-    def lend(self, name: tuple[str, Any], lease: str) -> None:
-        """A group is in this process now, which has to be heard of until it is back."""
-        self.leases[name] = lease
-        if not self._beating.is_set():
-            self._beating.set()
-            threading.Thread(target=self._beat, name="pystale-ray-client", daemon=True).start()
-
-    def _beat(self) -> None:
-        import ray
-
-        while not self._closed.wait(self._lease_s / 4):
-            if self.leases and ray.is_initialized():
-                self.actor.heard.remote(self.id)
-
-    def close(self) -> None:
-        self._closed.set()
-
-
-class _Methods:
-    """What both faces do, as coroutines that wait for answers in the way they are given."""
-
-    def __init__(self, client: _Client, answers: Answers) -> None:
-        self.client = client
-        self.answers = answers
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """A call that changes something: it is done once, though Ray may send it again."""
-        call = self.client.begin()
-        try:
-            return await self.answers.one(getattr(self.client.actor, method).remote(call, *arguments))
-        finally:
-            self.client.end(call)
-
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        return await self.answers.one(getattr(self.client.actor, method).remote(*arguments))
-
-    async def put(self, group: Sequence[Any], task_name: str, model_step: int | None, train_step: int | None) -> Status:
-        client = self.client
-        checked_task_name(task_name)
-        client.rule(task_name)
-        if train_step is not None:
-            train_step = checked_int("train_step", train_step, at_least=1)
-        arriving = _read(group, task_name, model_step, train_step)
-        for position, member in enumerate(arriving.members):
-            if not member.versioned:
-                raise ValueError(
-                    f"member {position}: {member.tokens} response tokens have no model step; give "
-                    "response_model_steps or model_step"
-                )
-        call = client.begin()
-        try:
-            name = f"{client.keeper}/{call.token}"
-            summaries = summaries_of(arriving, name)
-            if arriving.group_id is None:
-                for summary in summaries:
-                    summary.group_id = call.token  # the same when the call is sent again
-            prompts, responses = payloads_of(arriving)
-            lease = client.leases.get((task_name, summaries[0].group_id))
-            status, group_id = await self._store(
-                (name, prompts, responses), (call, task_name, summaries, train_step, lease)
-            )
-        finally:
-            client.end(call)
-        client.leases.pop((task_name, group_id), None)
-        write_arrival(arriving, group_id, arriving.rerolls, train_step)
-        result: Status = status
-        return result
-
-    async def _store(self, payload: tuple[Any, ...], put: tuple[Any, ...]) -> tuple[Status, Any]:
-        """Payloads first, so that a summary never stands for nothing."""
-        keeper, actor = self.client.keepers[self.client.keeper], self.client.actor
-        answer: tuple[Status, Any] | None = None
-        if self.answers is IN_EVENT_LOOP:
-            keeping, putting = self._together()
-            await keeping.call(payload)
-            answer = await putting.call(put)
-        else:
-            await self.answers.one(keeper.keep.remote(*payload))
-        if answer is None:
-            answer = await self.answers.one(actor.put.remote(*put))
-        return answer
-
-    def _together(self) -> tuple[Together, Together]:
-        """For the calls of the running event loop: those to the keeper, and those to the actor."""
-        loop = asyncio.get_running_loop()
-        found = self.client.together.get(loop)
-        if found is None:
-            keeper, actor = self.client.keepers[self.client.keeper], self.client.actor
-
-            async def keep(payloads: list[Any]) -> list[Any]:
-                await self.answers.one(keeper.keep_many.remote(payloads))
-                return [(False, None)] * len(payloads)
-
-            async def put(puts: list[Any]) -> list[Any]:
-                answers: list[Any] = await self.answers.one(actor.put_many.remote(puts))
-                return answers
-
-            found = self.client.together[loop] = (Together(keep, 8), Together(put))
-        return found
-
-    async def get(self, n: int, task_name: str, status: Any) -> list[Group]:
-        handed_out = await self.call("get", checked_int("n", n, at_least=0), task_name, status)
-        groups = [summaries for summaries, _ in handed_out]
-        if not groups:
-            return []
-        refs = await self._refs(groups)
-        payloads = iter(await self._values([ref for pair in refs for ref in pair if ref is not None]))
-        states = []
-        for (summaries, lease), (_, responses) in zip(handed_out, refs, strict=True):
-            prompts = next(payloads)
-            states.append(assembled(summaries, prompts, None if responses is None else next(payloads)))
-            self.client.lend((task_name, summaries[0].group_id), lease)
-        return states
-
-    async def take_refs(self, sizes: Sizes, train_step: int) -> BatchRefs:
-        client = self.client
-        sizes = checked_sizes(sizes)
-        rules = {task_name: client.rule(task_name) for task_name in sizes}
-        train_step = checked_int("train_step", train_step, at_least=1)
-        groups, tokens = await self.call("take", client.trainer, sizes, train_step, client.acknowledge)
-        refs = iter(await self._refs([group for of_task in groups.values() for group in of_task]))
-        found = {name: [GroupRefs(group, *next(refs)) for group in of_task] for name, of_task in groups.items()}
-        return BatchRefs(found, train_step, tokens, rules)
-
-    async def fetch(self, batch: BatchRefs, rank: int = 0, world_size: int = 1) -> TrainBatch:
-        return batch.assembled(await self._values(batch.refs(rank, world_size)), rank, world_size)
-
-    async def _refs(self, groups: Sequence[list[RolloutState]]) -> list[tuple[Any, Any]]:
-        """References to the payloads of groups: of the prompts, and of the responses where a member has one."""
-        wanted: dict[str, list[str]] = {}
-        pairs = []
-        for group in groups:
-            response = next((state.response for state in group if state.response), None)
-            pairs.append((group[0].mm_info, response))
-            for name in filter(None, pairs[-1]):
-                wanted.setdefault(name.rpartition("/")[0], []).append(name)
-        found: dict[str | None, Any] = {None: None}
-        for keeper, names in wanted.items():
-            found.update(
-                zip(names, await self.answers.one(self.client.keepers[keeper].refs.remote(names)), strict=True)
-            )
-        missing = [name for name, ref in found.items() if name is not None and ref is None]
-        if missing:
-            raise PayloadsLost(f"{len(missing)} payloads are gone with their keeper, the first is {missing[0]!r}")
-        return [(found[prompts], found[responses]) for prompts, responses in pairs]
-
-    async def _values(self, refs: list[Any]) -> list[Any]:
-        from ray.exceptions import ObjectLostError
-
-        try:
-            return await self.answers.all(refs)
-        except ObjectLostError as error:
-            raise PayloadsLost(f"a payload is gone with the process or the node that had it: {error}") from None
-
-    async def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
-        checked_outcome(outcome, OUTCOMES)
-        given = []
-        for group in groups:
-            task_name = self._task_of(group)
-            given.append((task_name, summaries_of(_read(group, task_name), None)))
-        await self.call("settle", given, outcome)
-        for task_name, summaries in given:
-            self.client.leases.pop((task_name, summaries[0].group_id), None)
-
-    def _task_of(self, group: Sequence[Any]) -> str:
-        task_name, group_id = group[0].task_name, group[0].group_id
-        names = [known for known, lent in self.client.leases if lent == group_id]
-        return names[0] if task_name not in names and len(names) == 1 else str(task_name or "default")
-
-    async def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> None:
-        checked_outcome(outcome, OUTCOMES[1:])
-        arriving = _read(group, checked_task_name(task_name))
-        summaries = summaries_of(arriving, None)
-        await self.call("reject", task_name, summaries, outcome)
-        self.client.leases.pop((task_name, summaries[0].group_id), None)
-
-
-def _read(
-    group: Sequence[Any], task_name: str, model_step: int | None = None, train_step: int | None = None
-) -> Arriving:
-    arriving = read_group(group, task_name, model_step=model_step, train_step=train_step)
-    for position, state in enumerate(arriving.states):
-        if type(state) is not RolloutState:
-            raise TypeError(
-                f"member {position} is a {type(state).__name__}; this buffer takes RolloutState objects only"
-            )
-    return arriving
 
 
 class RayReplayBuffer:
@@ -297,8 +52,8 @@ class RayReplayBuffer:
     """
 
     def __init__(self, actor: Any, *, trainer: str = "trainer", acknowledge: bool = True) -> None:
-        self._client = _Client(actor, trainer, acknowledge)
-        self._methods = _Methods(self._client, IN_EVENT_LOOP)
+        self._client = Client(actor, trainer, acknowledge)
+        self._methods = Methods(self._client, IN_EVENT_LOOP)
         self.sync = BlockingRayReplayBuffer(self._client)
         self._started: list[Any] = []
         self.order = self._client.order
@@ -351,27 +106,7 @@ class RayReplayBuffer:
         checked_settings(rule, settings)  # here, where the caller sees what is wrong
         namespace = namespace or ray.get_runtime_context().namespace
         prefix = name or f"pystale-{uuid.uuid4().hex[:12]}"
-        started: list[Any] = []
-        keepers = {}
-        nodes: Any = ray.nodes
-        for node in nodes():
-            if node["Alive"]:
-                keeper = keeper_of(node["NodeID"])
-                keepers[keeper] = f"{prefix}-keeper-{keeper}"
-                started.append(
-                    ray.remote(PayloadKeeper)
-                    .options(
-                        num_cpus=0,
-                        max_restarts=-1,
-                        max_task_retries=-1,
-                        lifetime=lifetime,
-                        name=keepers[keeper],
-                        namespace=namespace,
-                        # Soft: a keeper whose node is gone starts empty somewhere else, and calls to it get an answer.
-                        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=True),
-                    )
-                    .remote()
-                )
+        keepers, started = start_keepers(prefix, namespace, lifetime)
         here = ray.get_runtime_context().get_node_id()
         options = {
             "num_cpus": 1,
@@ -422,7 +157,7 @@ class RayReplayBuffer:
         """Leave: groups handed out to this process and not put back are stored again."""
         import ray
 
-        if not self._client._closed.is_set():
+        if not self._client.closed:
             self._client.close()
             ray.get(self._client.actor.leave.remote(self._client.id))
 
@@ -502,7 +237,7 @@ class RayReplayBuffer:
 
     async def acknowledge(self, train_step: int) -> None:
         """The batches up to a step are trained for good: their payloads are released."""
-        await self._methods.ask("acknowledge", self._client.trainer, checked_int("train_step", train_step, at_least=1))
+        await self._methods.acknowledge(train_step)
 
     async def unacknowledged(self) -> list[int]:
         """Steps of the batches that this trainer, or an earlier process of it, took and has not acknowledged."""
@@ -558,7 +293,7 @@ class RayReplayBuffer:
 
     async def close(self) -> None:
         """As :meth:`close_client`; the actor goes on for others."""
-        if not self._client._closed.is_set():
+        if not self._client.closed:
             self._client.close()
             await self._methods.ask("leave", self._client.id)
 
@@ -568,88 +303,3 @@ class RayReplayBuffer:
 
 def _connected(actor: Any, trainer: str, acknowledge: bool) -> RayReplayBuffer:
     return RayReplayBuffer(actor, trainer=trainer, acknowledge=acknowledge)
-
-
-class BlockingRayReplayBuffer:
-    """The operations of a :class:`RayReplayBuffer` as plain blocking calls; its attribute ``sync``."""
-
-    def __init__(self, client: _Client) -> None:
-        self._methods = _Methods(client, ON_THREAD)
-
-    def put(
-        self,
-        group: Sequence[Any],
-        task_name: str = "default",
-        *,
-        model_step: int | None = None,
-        train_step: int | None = None,
-    ) -> Status:
-        """See :meth:`RayReplayBuffer.put`."""
-        return finished(self._methods.put(group, task_name, model_step, train_step))
-
-    def get(self, n: int, task_name: str = "default", status: Any = Status.COMPLETED) -> list[Group]:
-        """See :meth:`RayReplayBuffer.get`."""
-        return finished(self._methods.get(n, task_name, status))
-
-    def refresh_staleness(self, train_step: int, *, statuses: Iterable[Status] | None = None) -> dict[str, int]:
-        """See :meth:`RayReplayBuffer.refresh_staleness`."""
-        asked = self._methods.ask("refresh", train_step, None if statuses is None else list(statuses))
-        moved: dict[str, int] = finished(asked)
-        return moved
-
-    def take_refs(self, sizes: Sizes, *, train_step: int) -> BatchRefs:
-        """See :meth:`RayReplayBuffer.take_refs`."""
-        return finished(self._methods.take_refs(sizes, train_step))
-
-    def fetch(self, batch: BatchRefs, rank: int = 0, world_size: int = 1) -> TrainBatch:
-        """See :meth:`RayReplayBuffer.fetch`."""
-        return finished(self._methods.fetch(batch, rank, world_size))
-
-    def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
-        """See :meth:`RayReplayBuffer.take_train_batch`."""
-        return self.fetch(self.take_refs(sizes, train_step=train_step))
-
-    def acknowledge(self, train_step: int) -> None:
-        """See :meth:`RayReplayBuffer.acknowledge`."""
-        finished(self._methods.ask("acknowledge", self._methods.client.trainer, train_step))
-
-    def unacknowledged(self) -> list[int]:
-        """See :meth:`RayReplayBuffer.unacknowledged`."""
-        steps: list[int] = finished(self._methods.ask("unacknowledged", self._methods.client.trainer))
-        return steps
-
-    def wait_ready(self, sizes: Sizes, *, timeout: float | None = None) -> bool:
-        """See :meth:`RayReplayBuffer.wait_ready`."""
-        ready: bool = finished(self._methods.ask("wait_ready", dict(sizes), timeout))
-        return ready
-
-    def is_ready(self, sizes: Sizes) -> bool:
-        """See :meth:`RayReplayBuffer.is_ready`."""
-        ready: bool = finished(self._methods.ask("is_ready", dict(sizes)))
-        return ready
-
-    def count(self, task_name: str = "default", status: Any = Status.COMPLETED) -> int:
-        """See :meth:`RayReplayBuffer.count`."""
-        n: int = finished(self._methods.ask("count", task_name, status))
-        return n
-
-    def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
-        """See :meth:`RayReplayBuffer.reject`."""
-        finished(self._methods.reject(group, task_name, outcome))
-
-    def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
-        """See :meth:`RayReplayBuffer.settle`."""
-        finished(self._methods.settle(groups, outcome))
-
-    def ledger(self) -> dict[str, Any]:
-        """See :meth:`RayReplayBuffer.ledger`."""
-        account: dict[str, Any] = finished(self._methods.ask("ledger"))
-        return account
-
-    def save(self, *, extra: Mapping[str, Any] | None = None) -> None:
-        """See :meth:`RayReplayBuffer.save`."""
-        finished(self._methods.ask("save", None if extra is None else dict(extra)))
-
-    def __len__(self) -> int:
-        size: int = finished(self._methods.ask("size"))
-        return size

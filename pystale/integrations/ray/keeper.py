@@ -6,7 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["PayloadKeeper", "PayloadsLost"]
+__all__ = ["PayloadKeeper", "PayloadsLost", "keeper_of", "start_keepers"]
+
+# A cluster that has just been started may put an actor on another node than it was told to.
+PLACING_ATTEMPTS = 6
+PLACING_PAUSE_S = 0.5
 
 
 class PayloadsLost(RuntimeError):
@@ -89,6 +93,13 @@ class PayloadKeeper:
         self.confirm(names)
         return sorted(names - self._refs.keys())
 
+    def node(self) -> str:
+        """Id of the node it is on."""
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
     def pid(self) -> int:
         """Process of the keeper."""
         return os.getpid()
@@ -96,3 +107,59 @@ class PayloadKeeper:
     def count(self) -> int:
         """Payloads kept."""
         return len(self._refs)
+
+
+def keeper_of(node_id: str) -> str:
+    """Key of the keeper of a node: short, since every payload is named after it."""
+    return node_id[:12]
+
+
+def start_keepers(prefix: str, namespace: str, lifetime: str | None) -> tuple[dict[str, str], list[Any]]:
+    """Start a keeper on every node that is alive.
+
+    Returns
+    -------
+    dict of str to str, list of ActorHandle
+        Names of their actors by node, and the handles they were made with.
+
+    Raises
+    ------
+    RuntimeError
+        If not one of them could be started on its node.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes: Any = ray.nodes
+    left = [node["NodeID"] for node in nodes() if node["Alive"]]
+    names: dict[str, str] = {}
+    handles: list[Any] = []
+    for attempt in range(PLACING_ATTEMPTS):
+        tried: dict[str, tuple[str, Any]] = {}
+        for node in left:
+            name = f"{prefix}-keeper-{keeper_of(node)}-{attempt}"
+            options = {
+                "num_cpus": 0,
+                "max_restarts": -1,
+                "max_task_retries": -1,
+                "lifetime": lifetime,
+                "name": name,
+                "namespace": namespace,
+                # Soft: a keeper whose node is gone starts empty somewhere else, and calls to it get an answer.
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+            }
+            tried[node] = (name, ray.remote(PayloadKeeper).options(**options).remote())
+        left = []
+        for node, (name, handle) in tried.items():
+            if ray.get(handle.node.remote()) == node:
+                names[keeper_of(node)] = name
+                handles.append(handle)
+            else:
+                ray.kill(handle)
+                left.append(node)
+        if not left:
+            break
+        time.sleep(PLACING_PAUSE_S)
+    if not names:
+        raise RuntimeError("no keeper of payloads could be started on its node; see the state of the cluster")
+    return names, handles

@@ -7,6 +7,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from pystale.arguments import checked_seconds
+from pystale.backoff import backoff, loop_time
+from pystale.continuation import continued_params
 from pystale.side_data import joined_rows
 from pystale.staleness import checked_int
 
@@ -98,7 +101,7 @@ class AbortAwareClient:
     ) -> None:
         if not callable(getattr(client, "generate", None)):
             raise TypeError(f"client must have a method generate, got {type(client).__name__}")
-        clock = clock or _loop_time
+        clock = clock or loop_time
         for name, value in (("clock", clock), ("sleep", sleep), ("random", random)):
             if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
@@ -106,9 +109,9 @@ class AbortAwareClient:
         self.max_tokens = None if max_tokens is None else checked_int("max_tokens", max_tokens, at_least=1)
         self.eos_token_ids = frozenset(checked_int("eos_token_ids", i, at_least=0) for i in eos_token_ids)
         self.max_attempts = checked_int("max_attempts", max_attempts, at_least=1)
-        self.max_seconds = None if max_seconds is None else _seconds("max_seconds", max_seconds)
-        self.backoff_s = _seconds("backoff_s", backoff_s)
-        self.max_backoff_s = _seconds("max_backoff_s", max_backoff_s)
+        self.max_seconds = None if max_seconds is None else checked_seconds("max_seconds", max_seconds)
+        self.backoff_s = checked_seconds("backoff_s", backoff_s)
+        self.max_backoff_s = checked_seconds("max_backoff_s", max_backoff_s)
         self._clock = clock
         self._sleep = sleep
         self._random = random
@@ -145,7 +148,7 @@ class AbortAwareClient:
         deadline = None if self.max_seconds is None else self._clock() + self.max_seconds
         failures, reason, cause = 0, "", None
         while True:
-            delay = self._delay(failures)
+            delay = backoff(failures, self.backoff_s, self.max_backoff_s, self._random)
             if failures >= self.max_attempts:
                 raise RetriesExhausted(
                     f"max_attempts: {failures} requests in a row brought nothing; last reason: {reason}"
@@ -178,13 +181,6 @@ class AbortAwareClient:
                 failures += 1
             reason, cause = f"aborted after {len(leg.token_ids)} tokens", None
 
-    def _delay(self, failures: int) -> float:
-        """Seconds to wait after so many requests that brought nothing, with jitter so that clients do not march."""
-        if not failures:
-            return 0.0
-        longest = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(failures - 1, 64))
-        return longest * (1 - self._random() / 2)
-
 
 class _Response:
     """A response so far."""
@@ -208,13 +204,9 @@ class _Response:
 
     def request_params(self) -> dict[str, Any]:
         """Parameters of the next request: the caller's, with budgets less what has been generated."""
-        params = copy.deepcopy(self.params)
-        if self.max_tokens is not None:
-            params[self.limit] = self.max_tokens - len(self.token_ids)
-        for name in ("min_tokens", "min_new_tokens"):
-            if params.get(name):
-                params[name] = max(params[name] - len(self.token_ids), 0)
-        return params
+        generated = len(self.token_ids)
+        left = None if self.max_tokens is None else self.max_tokens - generated
+        return continued_params(self.params, self.limit, left, generated)
 
     def add(self, leg: Any) -> None:
         """Append an answer; all or, if it raises, nothing."""
@@ -279,15 +271,3 @@ def _versions(leg: Any) -> list[int]:
     if versions == [None, None]:
         versions = [reported("global_steps")]
     return [version for version in versions if version is not None]
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be at least 0 and finite, got {value}")
-    return float(value)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pystale.arguments import checked_seconds
 from pystale.staleness import StalenessRule, checked_int
 
 __all__ = ["SettingError", "Settings"]
@@ -109,7 +110,7 @@ class Settings:
             strategy=max_off_policy_strategy,
             staleness=_one_of("staleness", values["staleness"], STALENESS),
             missing_version=_one_of("missing_version", values["missing_version"], MISSING_VERSIONS),
-            poll_interval=_seconds("poll_interval", values["poll_interval"]),
+            poll_interval=checked_seconds("poll_interval", values["poll_interval"], positive=True),
             filter_groups_metric=_metric(values["filter_groups_metric"]),
             train_batch_size=None
             if values["train_batch_size"] is None
@@ -182,14 +183,6 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return value
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__} {value!r}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return float(value)
 
 
 def _metric(value: Any) -> str | None:

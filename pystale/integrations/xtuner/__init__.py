@@ -20,17 +20,8 @@ from pystale.integrations.xtuner.buffer import XTunerReplayBuffer
 from pystale.integrations.xtuner.installation import config_class, install, uninstall
 from pystale.integrations.xtuner.masks import calculate_group_effective_response_masks
 
-__all__ = [
-    "AsyncReplayBufferConfig",
-    "SyncReplayBufferConfig",
-    "XTunerReplayBuffer",
-    "calculate_group_effective_response_masks",
-    "install",
-    "uninstall",
-]
-
-AsyncReplayBufferConfig: Any
-SyncReplayBufferConfig: Any
+# The two configs are not listed: whoever goes through the names of a module would need XTuner.
+__all__ = ["XTunerReplayBuffer", "calculate_group_effective_response_masks", "install", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:

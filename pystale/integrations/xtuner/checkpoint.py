@@ -67,6 +67,7 @@ def read(directory: Path, *, fifo: bool) -> tuple[list[Entry], int]:
     ValueError
         If the file is of a buffer of another order or storage.
     """
+    # The file is XTuner's own, a pickle of its states: nothing less can read it. `resume` says so to its callers.
     document = torch().load(directory / FILE, map_location="cpu", weights_only=False)
     for key, wanted in (("policy", _policy(fifo)), ("storage", _STORAGE)):
         if document[key] != wanted:

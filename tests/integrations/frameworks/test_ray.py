@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray._private.internal_api import memory_summary
 
 from pystale import (
     AgentLoopManager,
@@ -27,14 +29,10 @@ from pystale import (
     Status,
     TaskSpec,
 )
-
-ray = pytest.importorskip("ray")
-from ray._private.internal_api import memory_summary  # noqa: E402
-
-from pystale.group import read_group  # noqa: E402
-from pystale.integrations.ray import RayReplayBuffer  # noqa: E402
-from pystale.integrations.ray.bookings import Call  # noqa: E402
-from pystale.summary import payloads_of, summaries_of  # noqa: E402
+from pystale.group import read_group
+from pystale.integrations.ray import RayReplayBuffer
+from pystale.integrations.ray.bookings import Call
+from pystale.summary import payloads_of, summaries_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -401,7 +399,7 @@ def test_puts_wait_for_room_and_takes_make_it(start: Any, process: Any) -> None:
         ({"max_groups": 7, "batch_groups": 8}, "max_groups is 7, and a batch holds 8 groups"),
         ({"max_groups": {"a": 9, "b": 3}, "batch_groups": {"a": 8, "b": 4}}, "max_groups of task 'b' is 3"),
         ({"max_groups": 0}, "max_groups must be at least 1"),
-        ({"lease_s": 0}, "lease_s must be a positive number of seconds"),
+        ({"lease_s": 0}, "lease_s must be above 0 and finite"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(

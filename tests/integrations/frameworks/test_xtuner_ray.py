@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 from stand_in_xtuner import RolloutState, StandIn, Status
 
 from pystale.integrations.xtuner import XTunerReplayBuffer
-
-ray = pytest.importorskip("ray")
-torch = pytest.importorskip("torch")
 
 # Ray's own: sockets it leaves to the interpreter, and notes on what its next version will do.
 pytestmark = pytest.mark.filterwarnings("ignore")
