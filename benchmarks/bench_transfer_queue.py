@@ -1,4 +1,4 @@
-"""What groups cost on their way through TransferQueue. Run: python benchmarks/bench_transferqueue.py [--groups N]
+"""What groups cost on their way through TransferQueue. Run: python benchmarks/bench_transfer_queue.py [--groups N]
 
 Starts Ray and TransferQueue on this machine, and stops them. Prints one line per length of a response: bytes of a group
 in TransferQueue, milliseconds of a put (one at a time, and N at once) and of taking a group (with its payloads, and as
@@ -45,8 +45,8 @@ async def measured(tokens: int, groups: int) -> None:
     import transfer_queue
 
     from pystale.group import read_group
-    from pystale.integrations.transferqueue import TransferQueueStore
-    from pystale.integrations.transferqueue.rows import READ_COLUMNS, rows_of, tensors_of
+    from pystale.integrations.transfer_queue import TransferQueueStore
+    from pystale.integrations.transfer_queue.rows import READ_COLUMNS, rows_of, tensors_of
 
     store = TransferQueueStore(RULE, partition_id=f"bench-{tokens}", tail_batch_trigger_size=0)
     expected = SIZE * (tokens - tokens // 2)
@@ -100,7 +100,7 @@ def main() -> None:
     import ray
     import transfer_queue
 
-    from pystale.integrations.transferqueue import start_transfer_queue
+    from pystale.integrations.transfer_queue import start_transfer_queue
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=20)

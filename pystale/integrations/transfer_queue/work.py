@@ -14,9 +14,9 @@ from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_task_nam
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
 from pystale.group import Arriving, Group, read_group
-from pystale.integrations.transferqueue.batch import KeyBatch
-from pystale.integrations.transferqueue.framework import framework
-from pystale.integrations.transferqueue.rows import (
+from pystale.integrations.transfer_queue.batch import KeyBatch
+from pystale.integrations.transfer_queue.framework import framework
+from pystale.integrations.transfer_queue.rows import (
     READ_COLUMNS,
     is_own,
     mask_rows,
@@ -26,7 +26,7 @@ from pystale.integrations.transferqueue.rows import (
     states_of,
     summarised,
 )
-from pystale.integrations.transferqueue.service import Service
+from pystale.integrations.transfer_queue.service import Service
 from pystale.masks import masks_of
 from pystale.record import Record
 from pystale.saving import Resumed

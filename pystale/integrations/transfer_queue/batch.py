@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pystale.integrations.transferqueue.framework import framework
+from pystale.integrations.transfer_queue.framework import framework
 
 __all__ = ["KeyBatch"]
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save as save_tensors
 from pystale.columns import ColumnReader, Columns
 from pystale.decoding import decode_group
 from pystale.group import Arriving
-from pystale.integrations.transferqueue.framework import framework
+from pystale.integrations.transfer_queue.framework import framework
 from pystale.payload import encode_group
 from pystale.record import Record
 from pystale.state import RolloutState

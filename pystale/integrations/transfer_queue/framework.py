@@ -18,5 +18,5 @@ def framework(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{module} is needed for pystale.integrations.transferqueue: install pystale[transferqueue] ({error})"
+            f"{module} is needed for pystale.integrations.transfer_queue: install pystale[transfer-queue] ({error})"
         ) from error

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from pystale.integrations.transferqueue.framework import framework
+from pystale.integrations.transfer_queue.framework import framework
 from pystale.staleness import checked_int
 
 __all__ = ["start_transfer_queue"]

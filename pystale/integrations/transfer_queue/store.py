@@ -7,9 +7,9 @@ from typing import Any
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
 from pystale.group import Group
-from pystale.integrations.transferqueue.batch import KeyBatch
-from pystale.integrations.transferqueue.service import Service
-from pystale.integrations.transferqueue.work import Work
+from pystale.integrations.transfer_queue.batch import KeyBatch
+from pystale.integrations.transfer_queue.service import Service
+from pystale.integrations.transfer_queue.work import Work
 from pystale.policy import Order
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule
@@ -23,7 +23,7 @@ class TransferQueueStore:
     """A replay buffer with the methods of :class:`~pystale.ReplayBuffer`, whose payloads are in TransferQueue.
 
     The buffer holds summaries: of every rollout its status, and its versions and semantic mask as runs. Tokens, masks,
-    log-probabilities and all else are rows of TransferQueue, see :mod:`pystale.integrations.transferqueue.rows`. Every
+    log-probabilities and all else are rows of TransferQueue, see :mod:`pystale.integrations.transfer_queue.rows`. Every
     decision, the account and the journal are those of the buffer. It belongs to one process, whose tasks and threads
     share it; TransferQueue may be on any node of its Ray cluster.
 

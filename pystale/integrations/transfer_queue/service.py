@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from pystale.integrations.transferqueue.framework import framework
-from pystale.integrations.transferqueue.rows import Rows, arrays_of, joined, tensors_of
+from pystale.integrations.transfer_queue.framework import framework
+from pystale.integrations.transfer_queue.rows import Rows, arrays_of, joined, tensors_of
 
 __all__ = ["Service", "TransferQueueGone"]
 
@@ -410,6 +410,6 @@ def _close_late(connecting: "asyncio.Future[_Connection]") -> None:
 
 
 _REMEDY = (
-    "start it (again) with transfer_queue.init or pystale.integrations.transferqueue.start_transfer_queue, after "
+    "start it (again) with transfer_queue.init or pystale.integrations.transfer_queue.start_transfer_queue, after "
     "transfer_queue.close where a part of it is left; the store then connects by itself"
 )

@@ -21,7 +21,7 @@ tq = pytest.importorskip("transfer_queue")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from pystale.integrations.transferqueue import (  # noqa: E402
+from pystale.integrations.transfer_queue import (  # noqa: E402
     TransferQueueGone,
     TransferQueueStore,
     start_transfer_queue,
@@ -361,8 +361,8 @@ def test_storage_that_does_not_answer_is_an_error_at_the_time_limit_and_loses_no
 
 PUTTING = """
 import sys, ray
-from test_transferqueue import RULE, group_of
-from pystale.integrations.transferqueue import TransferQueueStore
+from test_transfer_queue import RULE, group_of
+from pystale.integrations.transfer_queue import TransferQueueStore
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
 store = TransferQueueStore(RULE, partition_id=sys.argv[2], journal=sys.argv[3], tail_batch_trigger_size=0, timeout=60.0)
 store.sync.resume(None)
