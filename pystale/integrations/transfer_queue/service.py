@@ -258,6 +258,9 @@ class Service:
                         return task.result()
                     except (RuntimeError, OSError) as error:
                         cause, gone = error, await connection.silent()
+                        if not gone:  # a process that is killed may take a moment to let go of its port
+                            await asyncio.sleep(_PROBE_EVERY_S)
+                            gone = await connection.silent()
                         if not gone:
                             raise
                         break
