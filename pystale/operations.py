@@ -140,6 +140,10 @@ class Operations:
     # Handing out for continuation, and settling
 
     def get(self, n: int, task_name: str, status: Any) -> list[Group]:
+        return self.lend(self.claim(n, task_name, status))
+
+    def claim(self, n: int, task_name: str, status: Any) -> list[Record]:
+        """What :meth:`get` hands out, taken out of the store: for :meth:`lend`, or :meth:`give_back` in its place."""
         n, status = checked_int("n", n, at_least=0), as_status(status)
         with self.lock:
             self._check_journal()
@@ -147,7 +151,7 @@ class Operations:
             records = self.store.hand_out(task_name, status, n)
             if self.trace is not None:
                 self.trace.get(records)
-        return self._lend(records)
+            return records
 
     def get_group(self, task_name: str, group_id: Any) -> Group | None:
         """Hand out one group, whatever its pool and place; None where it is not stored."""
@@ -156,14 +160,15 @@ class Operations:
             record = self.store.hand_out_group(task_name, group_id)
             if self.trace is not None and record is not None:
                 self.trace.get([record])
-        return None if record is None else self._lend([record])[0]
+        return None if record is None else self.lend([record])[0]
 
-    def _lend(self, records: list[Record]) -> list[Group]:
+    def lend(self, records: list[Record]) -> list[Group]:
+        """Hand out what :meth:`claim` gave."""
         try:
             # As long as the responses are, and so not under the mutex.
             copies = [copied(record.states) for record in records]
         except BaseException:
-            self._give_back(records)
+            self.give_back(records)
             raise
         with self.lock:
             for record, of_record in zip(records, copies, strict=True):
@@ -267,7 +272,7 @@ class Operations:
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
-            self._give_back(claimed)
+            self.give_back(claimed)
             raise
         batch = TrainBatch(groups, tokens)
         return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
@@ -276,7 +281,7 @@ class Operations:
         with self.lock:
             self._on_their_way.pop(id(claim.records), None)
 
-    def _give_back(self, claimed: list[Record]) -> None:
+    def give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
         with self.lock:
             for record in claimed:

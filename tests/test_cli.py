@@ -22,6 +22,8 @@ from pystale.__main__ import main
 from pystale.checkpoint import CheckpointWriter
 from pystale.demo.grpo import BaseModel
 
+pytestmark = pytest.mark.whole_run
+
 PYSTALE = [sys.executable, "-m", "pystale"]
 # Far more than any of this takes: a hang fails, a busy machine does not.
 PATIENCE_S = 120

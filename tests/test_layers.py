@@ -46,6 +46,7 @@ LAYERS = (
         "segment",
         "store",
         "strict_json",
+        "summary",
         "take",
         "ticket",
         "trace",
