@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from test_cli import PATIENCE_S, PYSTALE, Terminal, environment
+from test_cli import COLOURS, PATIENCE_S, PYSTALE, Terminal, environment
 from traces import LINES, line, written
 
 from pystale import cli
@@ -230,10 +230,22 @@ def test_help_names_every_option_in_full(monkeypatch, capsys):
 def test_a_terminal_shows_progress_and_then_a_table(trace, terminal):
     shown = terminal("replay", trace, "--max-staleness", "0,2", COLUMNS="140")
     assert shown.exit_code() == 0
+    assert COLOURS.search(shown.screen)
     assert "replaying" in shown.screen
     assert "re-rolled" in shown.screen
     assert "assuming" in shown.screen
     assert shown.screen.rindex("\x1b[?25h") > shown.screen.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_a_narrow_terminal_gets_a_table_that_fits(tmp_path, terminal):
+    members = [{"steps": [0, 123_456_789]}]
+    path = written(tmp_path / "big.jsonl", [line("put", group="a", members=members), line("take")])
+    shown = terminal("replay", str(path), "--max-token-staleness", "0", COLUMNS="80", NO_COLOR="1")
+    assert shown.exit_code() == 0
+    plain = re.sub(r"\x1b\[[\d;?]*\w|\r", "", shown.screen)
+    (row,) = re.findall(r"^ *1\* .*123\.5M.*$", plain, re.MULTILINE)
+    assert len(row) <= 80
+    assert "123,456,789" not in shown.screen
 
 
 def test_a_dumb_terminal_gets_plain_lines(trace, terminal):

@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from pystale.replay.conversions import read_csv
 from pystale.replay.engine import ASSUMPTIONS, replay
 from pystale.replay.history import History, read_history
 from pystale.replay.outcome import Outcome
-from pystale.replay.table import HEADINGS, cells, introduction, notes, text_table
+from pystale.replay.table import introduction, notes, text_table
 from pystale.replay.whatif import RECORDED, what_ifs
 
 __all__ = ["show"]
@@ -116,13 +115,11 @@ def _print(path: str, history: History, outcomes: Sequence[Outcome]) -> None:
             print(line.encode(encoding, "backslashreplace").decode(encoding))
         return
     console.print(Text("\n".join(lines)))
-    table = Table(header_style="bold cyan", border_style="dim")
-    for above, below in HEADINGS:
-        table.add_column(f"{above}\n{below}", justify="right")
-    for outcome in outcomes:
-        table.add_row(*cells(outcome), style="bold" if outcome.setting.recorded else None)
-    console.print(table)
-    console.print(Text("\n".join(notes(outcomes)), "dim"))
+    console.print()
+    styles = ["bold cyan", "bold cyan", *("bold" if outcome.setting.recorded else "" for outcome in outcomes)]
+    for row, style in zip(text_table(outcomes, console.width), styles, strict=True):
+        console.print(Text(row, style))
+    console.print(Text("\n" + "\n".join(notes(outcomes)), "dim"))
 
 
 def _document(path: str, history: History, outcomes: Sequence[Outcome], plots: Sequence[str]) -> dict[str, Any]:

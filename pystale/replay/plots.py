@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pystale.plots import COLOURS, GREY, INK, new_figure, save, shades, tokens_axis
+from pystale.plots import COLOURS, GREY, INK, legend, new_figure, save, shades, tokens_axis
 from pystale.replay.outcome import Outcome, mean_of
 from pystale.replay.table import setting_name
 
@@ -59,7 +59,7 @@ def _bars(outcomes: Sequence[Outcome], title: str, x: str, parts: Sequence[tuple
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.03 * max(*left, 1e-9))
-    figure.legend(loc="outside lower center", ncols=3, fontsize=12, frameon=False)
+    legend(figure)
     return figure, axes
 
 
@@ -118,9 +118,8 @@ def _over_steps(outcomes: Sequence[Outcome]) -> Any:
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(curves) > len(chosen):
-        axes.set_title(f"Staleness over the run ({len(chosen)} of {len(curves)} different curves)")
-    if chosen:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=12, frameon=False, title=SETTING)
+        axes.set_title(f"Staleness over the run ({len(chosen)} of {len(curves)} different curves)", loc="left")
+    legend(figure, columns=2, title=SETTING)
     return figure
 
 
@@ -168,7 +167,5 @@ def _trade_off(outcomes: Sequence[Outcome]) -> Any:
         x, y, _ = max(points)
         names = ", ".join(dict.fromkeys(name for _, _, name in points))
         axes.annotate(names, (x, y), xytext=(12, -5), textcoords="offset points", fontsize=12, color=INK, zorder=20)
-    if axes.get_legend_handles_labels()[0]:
-        title = "numbers at the points: max staleness" if curves else None
-        figure.legend(loc="outside lower center", ncols=2, fontsize=12, frameon=False, title=title)
+    legend(figure, columns=2, title="numbers at the points: max staleness" if curves else None)
     return figure

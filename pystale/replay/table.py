@@ -8,22 +8,22 @@ from pystale.replay.history import History
 from pystale.replay.outcome import Outcome, mean_of, quantile_of
 from pystale.replay.whatif import NO_LIMIT
 
-__all__ = ["HEADINGS", "cells", "introduction", "notes", "setting_name", "text_table"]
+__all__ = ["introduction", "notes", "setting_name", "text_table"]
 
-# Two lines each.
+# Two lines each; the second ones are for terminals that are too narrow for the first.
 HEADINGS = (
-    ("max", "staleness"),
-    ("max token", "staleness"),
-    ("tokens", "trained"),
-    ("tokens", "masked"),
-    ("tokens", "expired"),
-    ("tokens", "wasted"),
-    ("groups", "re-rolled"),
-    ("groups", "discarded"),
-    ("staleness", "mean"),
-    ("", "p95"),
-    ("", "max"),
-    ("batches", "waited"),
+    (("max", "staleness"), ("max", "stale")),
+    (("max token", "staleness"), ("token", "stale")),
+    (("tokens", "trained"), ("tokens", "trained")),
+    (("tokens", "masked"), ("tokens", "masked")),
+    (("tokens", "expired"), ("tokens", "expired")),
+    (("tokens", "wasted"), ("tokens", "wasted")),
+    (("groups", "re-rolled"), ("groups", "reroll")),
+    (("groups", "discarded"), ("groups", "discard")),
+    (("staleness", "mean"), ("age", "mean")),
+    (("", "p95"), ("age", "p95")),
+    (("", "max"), ("age", "max")),
+    (("batches", "waited"), ("batches", "waited")),
 )
 
 
@@ -42,26 +42,40 @@ def _joined(values: Any) -> str:
     return "/".join(dict.fromkeys("none" if value in (None, NO_LIMIT) else str(value) for value in values))
 
 
-def cells(outcome: Outcome) -> list[str]:
-    """A row of the table."""
-    ages = outcome.token_staleness
+def cells(outcome: Outcome, *, narrow: bool = False) -> list[str]:
+    """A row of the table; `narrow`: large numbers in thousands, millions and so on."""
+    ages, number = outcome.token_staleness, short if narrow else "{:,}".format
     mean, p95, worst = mean_of(ages), quantile_of(ages, 0.95), max(ages, default=None)
     tokens = (outcome.ledger["trained"], outcome.ledger["masked_stale"], outcome.expired_tokens, outcome.wasted)
     return [
         *setting_name(outcome),
-        *(f"{count:,}" for count in (*tokens, outcome.rerolled, outcome.discarded)),
+        *map(number, (*tokens, outcome.rerolled, outcome.discarded)),
         "-" if mean is None else f"{mean:.2f}",
         "-" if p95 is None else str(p95),
         "-" if worst is None else str(worst),
-        f"{outcome.waited:,}",
+        number(outcome.waited),
     ]
 
 
-def text_table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The table as lines of text, headings first."""
-    rows = [list(line) for line in zip(*HEADINGS, strict=True)] + [cells(outcome) for outcome in outcomes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def short(number: int) -> str:
+    """A number in six characters."""
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= 10 * size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:,}"
+
+
+def text_table(outcomes: Sequence[Outcome], width: int | None = None) -> list[str]:
+    """The table as lines of text, two of headings first; narrower if it would not fit in `width` columns."""
+    for narrow in (False, True):
+        rows = [list(line) for line in zip(*(heading[narrow] for heading in HEADINGS), strict=True)]
+        rows += [cells(outcome, narrow=narrow) for outcome in outcomes]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        gap = " " if narrow else "  "
+        lines = [gap.join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines
 
 
 def introduction(path: str, history: History, recorded: Outcome) -> list[str]:
