@@ -96,6 +96,24 @@ def test_without_rerolls_groups_are_discarded(tmp_path):
     assert (outcome.waited, outcome.unfilled) == (1, 1)
 
 
+def test_batches_that_wait_are_taken_in_the_order_in_which_they_were_asked_for(tmp_path):
+    lines = [
+        line("put", group="a", train_step=1, members=[{"steps": [0, 3]}]),
+        line("put", group="b", train_step=1, members=[{"steps": [0, 5]}]),
+        line("put", group="c", train_step=2, members=[{"steps": [1, 7]}]),
+        {"op": "take", "sizes": {"t": 2}, "train_step": 2, "groups": {"t": ["a", "b"]}},
+        {"op": "take", "sizes": {"t": 1}, "train_step": 2, "groups": {"t": ["c"]}},
+        line("put", group="d", train_step=3, members=[{"steps": [2, 9]}]),
+        line("put", group="e", train_step=3, members=[{"steps": [2, 11]}]),
+        line("put", group="f", train_step=3, members=[{"steps": [2, 13]}]),
+    ]
+    outcome = outcome_of(read_history(written(tmp_path / "run.jsonl", lines)), 0, None)
+    # At step 2 only "c" is fresh: too few for the first batch, and the second waits behind it. At step 3 "c" is too old
+    # too, so that the first batch gets "d" and "e", the second "f".
+    assert (outcome.waited, outcome.unfilled, outcome.expired) == (2, 0, 3)
+    assert [(batch.train_step, batch.tokens) for batch in outcome.batches] == [(3, 20), (3, 13)]
+
+
 def test_a_member_that_went_on_and_expires_here_is_generated_anew(tmp_path):
     lines = [
         line("put", group="a", train_step=1, members=[{"status": "ABORTED", "steps": [0, 4]}, {"steps": [0, 3]}]),

@@ -110,10 +110,10 @@ def _over_steps(outcomes: Sequence[Outcome]) -> Any:
         points = [(batch.train_step, batch.staleness) for batch in outcome.batches if batch.staleness is not None]
         if points:
             curves.setdefault(tuple(points), []).append(_label(outcome))
-    chosen = list(curves.items())[:MOST_LINES]
+    chosen, longest = list(curves.items())[:MOST_LINES], max(map(len, curves), default=0)
     for number, (points, labels) in enumerate(chosen):
         steps, means = zip(*points, strict=True)
-        style = {"marker": "o" if len(points) < 40 else "", "markersize": 5, "color": COLOURS[number]}
+        style = {"marker": "o" if longest < 40 else "", "markersize": 5, "color": COLOURS[number]}
         axes.plot(steps, means, label=_joined(labels), zorder=9 - number, **style)
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.xaxis.get_major_locator().set_params(integer=True)
