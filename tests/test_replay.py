@@ -96,6 +96,37 @@ def test_without_rerolls_groups_are_discarded(tmp_path):
     assert (outcome.waited, outcome.unfilled) == (1, 1)
 
 
+def test_a_member_that_was_generated_anew_and_would_have_gone_on_starts_again(tmp_path):
+    lines = [
+        line("put", group="a", train_step=1, members=[{"status": "ABORTED", "steps": [0, 4]}]),
+        {"op": "refresh", "train_step": 2},
+        {"op": "get", "pool": "EXPIRED", "groups": {"t": ["a"]}},
+        line("put", group="a", back=True, train_step=2, members=[{"steps": [1, 6]}]),
+        line("take", train_step=2),
+    ]
+    history = read_history(written(tmp_path / "run.jsonl", lines, header(max_staleness=0)))
+    assert outcome_of(history).ledger["discarded"] == {"expired": 4}
+    outcome = outcome_of(history, 1, None)
+    assert outcome.ledger["discarded"] == {"restarted": 4}
+    assert (outcome.ledger["produced"], outcome.ledger["trained"], outcome.rerolled) == (10, 6, 0)
+
+
+def test_a_reroll_that_nobody_got_does_not_count(tmp_path):
+    get = {"op": "get", "pool": "EXPIRED", "groups": {"t": ["a"]}}
+    lines = [
+        line("put", group="a", train_step=1, members=[{"steps": [0, 4]}]),
+        {"op": "refresh", "train_step": 3},
+        get,
+        {"op": "undo", "groups": {"t": ["a"]}},
+        get,
+        line("put", group="a", back=True, train_step=3, members=[{"steps": [2, 6]}]),
+        {"op": "refresh", "train_step": 9},
+    ]
+    head = {**header(), "max_rerolls": 2}
+    outcome = outcome_of(read_history(written(tmp_path / "run.jsonl", lines, head)))
+    assert (outcome.rerolled, outcome.expired, outcome.discarded, outcome.unrolled) == (1, 2, 0, 1)
+
+
 def test_batches_that_wait_are_taken_in_the_order_in_which_they_were_asked_for(tmp_path):
     lines = [
         line("put", group="a", train_step=1, members=[{"steps": [0, 3]}]),

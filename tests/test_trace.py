@@ -255,6 +255,24 @@ def test_a_batch_that_is_given_back(tmp_path, path):
     assert reproduced(path).trained == 1
 
 
+def test_what_happens_while_a_take_releases(path):
+    async def main():
+        async def on_release(released):
+            lent.extend(await buffer.get(1, status=Status.EXPIRED))
+
+        lent = []
+        buffer = ReplayBuffer(StalenessRule(1), tail_batch_trigger_size=0, on_release=on_release, trace=path)
+        await buffer.put(group([0, 0], group_id=1), train_step=1)
+        await buffer.put(group([2], group_id=2), train_step=3)
+        await buffer.take_train_batch({"default": 1}, train_step=3)
+        assert len(lent) == 1
+        await buffer.close()
+
+    asyncio.run(main())
+    assert [x["op"] for x in lines_of(path)] == ["put", "put", "refresh", "get", "take", "ledger", "ledger"]
+    assert reproduced(path).rerolled == 1
+
+
 def test_groups_nobody_got(buffer, path):
     class Refuses(RolloutState):
         def __setattr__(self, name, value):
