@@ -14,7 +14,7 @@ from pystale.disaggregated import DisaggAgentLoopManager
 from pystale.manager import AgentLoopManager
 from pystale.metrics import off_policy_metrics
 from pystale.off_policy import OffPolicyAccumulator
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
 from pystale.producer import (
     AsyncProduceStrategyConfig,
     DisaggAsyncProduceStrategyConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "DisaggAgentLoopManager",
     "DisaggAsyncProduceStrategyConfig",
+    "GroupMode",
     "ModelSteps",
     "OffPolicyAccumulator",
     "Order",

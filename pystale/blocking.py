@@ -6,6 +6,7 @@ from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.effects import flush
 from pystale.group import Group
 from pystale.operations import Operations
@@ -87,6 +88,10 @@ class BlockingReplayBuffer:
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self._operations.ledger()
+
+    def report(self) -> BufferReport:
+        """See :meth:`ReplayBuffer.report`."""
+        return self._operations.report()
 
     def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ReplayBuffer.save`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pystale.arguments import (
     Sizes,
+    checked_group_mode,
     checked_hooks,
     checked_missing_version,
     checked_order,
@@ -18,12 +19,13 @@ from pystale.arguments import (
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
+from pystale.buffer_report import BufferReport
 from pystale.effects import OnRelease, flush
 from pystale.group import Group
 from pystale.journal import Journal
 from pystale.operations import Operations
 from pystale.payload import DumpRef, LoadRef
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
 from pystale.readiness import wait_ready
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
@@ -61,6 +63,12 @@ class ReplayBuffer:
         the oldest or the newest. Neither staleness rule applies to them.
     max_rerolls : int, optional
         Discard a group that expires again after this many re-rollouts.
+    group_mode : {"all", "members"}, default "all"
+        What becomes of a finished group some of whose members have expired. "all": it is re-rolled, or discarded.
+        "members": it is trained without them, as long as `min_fresh` are left. See :class:`~pystale.GroupMode` for what
+        that does to a group-normalised baseline.
+    min_fresh : int, default 1
+        Members that a group is trained with at least, for "members".
     on_release : callable, optional
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
@@ -76,7 +84,9 @@ class ReplayBuffer:
         written once per group. Both or neither. They are called from any thread, outside the lock.
     write_masks : bool, default True
         False: `take_train_batch` counts the tokens in the loss and leaves ``response_mask`` as it is. For a buffer of
-        summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then.
+        summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then. Members
+        left out stay in their groups, as EXPIRED, so that every summary keeps its place; whoever has the tokens drops
+        them.
 
     Raises
     ------
@@ -131,6 +141,8 @@ class ReplayBuffer:
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
         write_masks: bool = True,
+        group_mode: str | GroupMode = GroupMode.ALL,
+        min_fresh: int = 1,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -141,10 +153,13 @@ class ReplayBuffer:
         self.max_rerolls = max_rerolls
         checked_hooks(on_release=on_release, dump_ref=dump_ref, load_ref=load_ref)
         journal_delay = checked_seconds("journal_delay", journal_delay)
-        warn_of_discards(rules, triggers)
+        self.group_mode, self.min_fresh = checked_group_mode(group_mode, min_fresh)
+        fewest = self.min_fresh if self.group_mode is GroupMode.MEMBERS else None
+        if fewest is None:
+            warn_of_discards(rules, triggers)
         # What all faces of the buffer share, for modules of pystale that need it before anything is waited for.
         self.operations = Operations(
-            functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls),
+            functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls, fewest),
             on_release=on_release,
             journal=None if journal is None else Journal(journal, self.order.value, journal_delay),
             dump_ref=dump_ref,
@@ -192,7 +207,8 @@ class ReplayBuffer:
         -------
         Status
             Pool the group is stored in. EXPIRED means it waits for re-rollout, or, where re-rollout is off, that
-            nothing was stored.
+            nothing was stored. With ``group_mode="members"`` a group may be COMPLETED without some of its members;
+            those that come EXPIRED count among these.
 
         Raises
         ------
@@ -230,12 +246,15 @@ class ReplayBuffer:
         """Hand out up to `n` groups of a pool, in order, for continuation or re-rollout.
 
         They are in flight until they are put again, settled or rejected. Groups from the EXPIRED pool count one
-        re-roll more.
+        re-roll more. Members left out of a COMPLETED group are handed out with it, EXPIRED and empty.
         """
         return self.operations.get(n, task_name, status)
 
     async def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
-        """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained."""
+        """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained.
+
+        Members left out of a COMPLETED group are not in it.
+        """
         return await self.operations.claim_batch(sizes, status).hand_over(IN_EVENT_LOOP)
 
     async def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
@@ -319,6 +338,10 @@ class ReplayBuffer:
         """
         return self.operations.ledger()
 
+    def report(self) -> BufferReport:
+        """What the buffer has done to groups, beside the account of tokens."""
+        return self.operations.report()
+
     async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the groups, their order and the account to `directory`, which is created if absent.
 
@@ -348,8 +371,8 @@ class ReplayBuffer:
         """Load what :meth:`save` wrote into this buffer, which must be empty and have the same order.
 
         A journal is played back after it. Rules and triggers may differ: deadlines are made anew, but what has expired
-        stays so. Groups that were handed out are stored again, in the pool they came from and as they were, to be
-        handed out once more.
+        stays so: a group that had members left out is trained without them, whatever `group_mode` is now. Groups that
+        were handed out are stored again, in the pool they came from and as they were, to be handed out once more.
 
         Parameters
         ----------

@@ -204,6 +204,7 @@ def result_of(
         reports,
         groups=batch,
         trainable_tokens=batch.trainable_tokens_by_task,
+        left_out=batch.left_out_by_task,
         leftover=stored,
         status=status,
         pause_s=pause_s,

@@ -15,6 +15,7 @@ import numpy as np
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.collector import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
@@ -224,6 +225,7 @@ class Operations:
             return Claim(TrainBatch({}, {}), [], [], Writes(), self._arrived, self._take_back, self.journal, entry)
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
+        left_out = dict.fromkeys(sizes, 0)
         try:
             trains_with = masks_of if self._write_masks else counts_of
             taken = [trains_with(record, train_step) for record in claimed]
@@ -233,15 +235,18 @@ class Operations:
                         self._preserve(record, True)
                 writes = write_masks(claimed, taken)
                 for record, of_record in zip(claimed, taken, strict=True):
-                    groups[record.task.name].append(record.states)
-                    tokens[record.task.name] += self.store.train(record, of_record)
+                    name = record.task.name
+                    # Summaries keep their places: what they stand for is found by them.
+                    groups[name].append(record.trained_states if self._write_masks else record.states)
+                    tokens[name] += self.store.train(record, of_record)
+                    left_out[name] += record.left_out
                 entry = self._record("take", note=note) if claimed else entry
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
             self._give_back(claimed)
             raise
-        batch = TrainBatch(groups, tokens)
+        batch = TrainBatch(groups, tokens, left_out)
         return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
 
     def _arrived(self, claim: Claim) -> None:
@@ -321,6 +326,10 @@ class Operations:
     def ledger(self) -> dict[str, Any]:
         with self.lock:
             return self.store.ledger.as_dict()
+
+    def report(self) -> BufferReport:
+        with self.lock:
+            return BufferReport(left_out=dict(self.store.left_out))
 
     def __len__(self) -> int:
         with self.lock:

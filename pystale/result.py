@@ -65,6 +65,8 @@ class ProduceBatchResult:
         train them; without, publish newer weights and ask again.
     trainable_tokens : int
         Tokens of `groups` that enter the loss.
+    left_out : int
+        Members of `groups` that are not in them, since they had expired; see :class:`~pystale.GroupMode`.
     timing : GroupTiming
         Of the groups that came back.
     leftover : dict of Status to int
@@ -93,6 +95,7 @@ class ProduceBatchResult:
     groups: list[Group] = field(default_factory=list)
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
     trainable_tokens: int = 0
+    left_out: int = 0
     timing: GroupTiming = field(default_factory=GroupTiming)
     leftover: dict[Status, int] = field(default_factory=dict)
     failed_samples: int = 0
@@ -118,6 +121,7 @@ def build_result(
     leftover: Mapping[str, dict[Status, int]],
     status: ProduceBatchStatus,
     pause_s: float,
+    left_out: Mapping[str, int] | None = None,
 ) -> ProduceBatchResult:
     """Result of a batch, from the report of every task; `pause_s` is the pause of all of them together."""
     reports = list(reports)
@@ -132,6 +136,7 @@ def build_result(
             groups=groups.get(name, []),
             status=status,
             trainable_tokens=trainable_tokens.get(name, 0),
+            left_out=0 if left_out is None else left_out.get(name, 0),
             timing=GroupTiming.of(report.group_s, report.pause_s),
             leftover=dict(leftover.get(name, {})),
             failed_samples=report.failed_samples,
@@ -148,6 +153,7 @@ def build_result(
             result.leftover[pool] = result.leftover.get(pool, 0) + n
         for count in (
             "trainable_tokens",
+            "left_out",
             "failed_samples",
             "filtered_samples",
             "raw_reward_sum",

@@ -20,6 +20,7 @@ LAYERS = (
         "batch",
         "blocking",
         "buffer",
+        "buffer_report",
         "checkpoint",
         "checkpoint_files",
         "checkpoint_reader",
