@@ -22,6 +22,7 @@ from pystale.producer import (
 )
 from pystale.production import ProductionStalled
 from pystale.report import ProduceBatchStatus
+from pystale.reservations import StragglersOverdue
 from pystale.result import ProduceBatchResult
 from pystale.sampler import PromptSampler, PromptsExhausted
 from pystale.saving import Resumed
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutState",
     "StalenessRule",
     "Status",
+    "StragglersOverdue",
     "SyncProduceStrategyConfig",
     "TaskSpec",
     "TrainBatch",

@@ -4,6 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from pystale.policy import GroupMode, Order
 from pystale.staleness import StalenessRule, checked_int
 
@@ -12,6 +14,7 @@ __all__ = [
     "Rules",
     "Sizes",
     "Triggers",
+    "checked_group_id",
     "checked_group_mode",
     "checked_hooks",
     "checked_missing_version",
@@ -81,6 +84,12 @@ def checked_order(order: Any) -> Order:
         return Order(order)
     except ValueError:
         raise ValueError(f"order must be one of {', '.join(o.value for o in Order)}, got {order!r}") from None
+
+
+def checked_group_id(group_id: Any) -> Any:
+    if group_id is not None and type(group_id) not in (int, str) and not isinstance(group_id, np.integer):
+        raise TypeError(f"group_id must be an int, a str or None, got {type(group_id).__name__} {group_id!r}")
+    return group_id
 
 
 def checked_group_mode(group_mode: Any, min_fresh: Any) -> tuple[GroupMode, int]:

@@ -28,9 +28,13 @@ class TrainBatch(Mapping[str, list[Group]]):
         Members of these groups that are not in them, since they had expired; see :class:`~pystale.GroupMode`.
     left_out_by_task : dict of str to int
         The same by task.
+    straggler_s : float
+        Seconds that the take has waited for stragglers; see :class:`~pystale.ReplayBuffer`.
     """
 
-    __slots__ = ("_groups", "left_out", "left_out_by_task", "trainable_tokens", "trainable_tokens_by_task")
+    __slots__ = (
+        *("_groups", "left_out", "left_out_by_task", "straggler_s", "trainable_tokens", "trainable_tokens_by_task"),
+    )
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class TrainBatch(Mapping[str, list[Group]]):
         counts = left_out_by_task or {}
         self.left_out_by_task = {task: counts.get(task, 0) for task in groups}
         self.left_out = sum(self.left_out_by_task.values())
+        self.straggler_s = 0.0
 
     def __getitem__(self, task_name: str) -> list[Group]:
         return self._groups[task_name]

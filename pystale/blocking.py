@@ -11,6 +11,7 @@ from pystale.effects import flush
 from pystale.group import Group
 from pystale.operations import Operations
 from pystale.readiness import wait_ready
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.state import Status
 from pystale.take import claim_train_batch
@@ -79,6 +80,10 @@ class BlockingReplayBuffer:
     def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """See :meth:`ReplayBuffer.reject`."""
         finished(self._operations.reject(group, task_name, outcome).finish(ON_THREAD))
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`ReplayBuffer.reserve`."""
+        return self._operations.in_flight.reserve(group_id, task_name, model_step)
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""

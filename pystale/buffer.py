@@ -27,6 +27,7 @@ from pystale.operations import Operations
 from pystale.payload import DumpRef, LoadRef
 from pystale.policy import GroupMode, Order
 from pystale.readiness import wait_ready
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status
@@ -69,6 +70,12 @@ class ReplayBuffer:
         that does to a group-normalised baseline.
     min_fresh : int, default 1
         Members that a group is trained with at least, for "members".
+    wait_for_stragglers : bool, default False
+        Have :meth:`take_train_batch` for step T wait until no work is in flight that would be too old for step T + 1,
+        so that it is put in time and not dropped. Work in flight is what was reserved with :meth:`reserve`, as the
+        producers of pystale do then.
+    straggler_timeout_s : float, default 600.0
+        Seconds after which such a wait is an error.
     on_release : callable, optional
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
@@ -143,6 +150,8 @@ class ReplayBuffer:
         write_masks: bool = True,
         group_mode: str | GroupMode = GroupMode.ALL,
         min_fresh: int = 1,
+        wait_for_stragglers: bool = False,
+        straggler_timeout_s: float = 600.0,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -154,6 +163,10 @@ class ReplayBuffer:
         checked_hooks(on_release=on_release, dump_ref=dump_ref, load_ref=load_ref)
         journal_delay = checked_seconds("journal_delay", journal_delay)
         self.group_mode, self.min_fresh = checked_group_mode(group_mode, min_fresh)
+        if not isinstance(wait_for_stragglers, bool):
+            raise TypeError(f"wait_for_stragglers must be a bool, got {type(wait_for_stragglers).__name__}")
+        self.wait_for_stragglers = wait_for_stragglers
+        self.straggler_timeout_s = checked_seconds("straggler_timeout_s", straggler_timeout_s, positive=True)
         fewest = self.min_fresh if self.group_mode is GroupMode.MEMBERS else None
         if fewest is None:
             warn_of_discards(rules, triggers)
@@ -165,6 +178,8 @@ class ReplayBuffer:
             dump_ref=dump_ref,
             load_ref=load_ref,
             write_masks=write_masks,
+            wait_for_stragglers=wait_for_stragglers,
+            straggler_timeout_s=self.straggler_timeout_s,
         )
         self.sync = BlockingReplayBuffer(self.operations)
 
@@ -264,10 +279,19 @@ class ReplayBuffer:
         holds tokens no model produced, the effective mask replaces ``response_mask``: a list stays a list, anything
         else becomes a uint8 array.
 
+        With ``wait_for_stragglers`` a batch that is there is handed over once no work of its tasks is in flight whose
+        staleness at `train_step` is ``stale_threshold - 1`` or more. It is taken as it is then, in the order of the
+        buffer, stragglers that have landed included. A wait that is cancelled takes nothing.
+
         Returns
         -------
         TrainBatch
             Empty when a task is short; then nothing was taken, but what is too old has expired.
+
+        Raises
+        ------
+        StragglersOverdue
+            A TimeoutError: work in flight has not landed within ``straggler_timeout_s``. Nothing was taken.
         """
         claim = await claim_train_batch(self.operations, sizes, train_step, IN_EVENT_LOOP)
         return await claim.hand_over(IN_EVENT_LOOP)
@@ -308,6 +332,42 @@ class ReplayBuffer:
         cleared, but for the ids, the prompt and the status.
         """
         await self.operations.reject(group, task_name, outcome).finish(IN_EVENT_LOOP)
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """Say that a group is in flight: a producer is about to generate it.
+
+        It is until the group is put, rejected or settled, or what is returned is released. Nothing of it is stored
+        meanwhile, so nothing of it can expire. Reservations live in this process; no checkpoint holds them.
+
+        Parameters
+        ----------
+        group_id : int, str or None
+            Of the group. With None, or for states without ``group_id``, only releasing it ends it.
+        task_name : str, default "default"
+            Task it belongs to.
+        model_step : int
+            Version it is as old as: that it is generated with, or the oldest of the tokens it keeps.
+
+        Returns
+        -------
+        Reservation
+            To be released where the group does not come to the buffer. Used in a ``with`` statement it always is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a group that is stored or in flight already, or a task without a rule.
+
+        Examples
+        --------
+        >>> from pystale import ReplayBuffer, RolloutState, StalenessRule, Status
+        >>> buffer = ReplayBuffer(StalenessRule(), wait_for_stragglers=True)
+        >>> with buffer.reserve(7, model_step=4):
+        ...     state = RolloutState(group_id=7, response_ids=[1], response_model_steps=[4], status=Status.COMPLETED)
+        ...     buffer.report().reserved, buffer.sync.put([state], train_step=5), buffer.report().reserved
+        ({'default': 1}, <Status.COMPLETED: 'completed'>, {})
+        """
+        return self.operations.in_flight.reserve(group_id, task_name, model_step)
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """Say what became of groups handed out by :meth:`get` that are not put back.

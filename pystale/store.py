@@ -16,6 +16,7 @@ from pystale.group import AGEING, Arriving, Group
 from pystale.handed_out import HandedOut
 from pystale.history import Changes
 from pystale.ledger import Ledger
+from pystale.lengths import LengthAccumulator
 from pystale.masks import Taken
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.record import Record, Task
@@ -68,6 +69,7 @@ class Store:
         self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets = HandedOut()
         self.ledger = Ledger()
+        self.lengths = LengthAccumulator()  # what became of responses since this process made the buffer
         self.left_out: Counter[str] = Counter()  # by task: members that groups were trained without
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
@@ -152,7 +154,7 @@ class Store:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
-            self.ledger.take_back(self.tickets.take_back(name), arriving)
+            self._take_back(self.tickets.take_back(name), arriving)
         self.ledger.stored += tokens
 
         if status not in AGEING:
@@ -299,6 +301,7 @@ class Store:
             self.changes.leave(record)
         self.ledger.stored -= record.tokens
         self.ledger.discard(reason, record.tokens)
+        self._count_lengths(reason, record.members)
         record.status = Status.EXPIRED
         _discard_states(record.states, cleared)
 
@@ -318,6 +321,7 @@ class Store:
                 state, member = record.states[position], record.members[position]
                 record.members[position] = Member()
                 record.tokens -= member.tokens
+                self.lengths.add("expired", member.tokens)
                 if train_step is not None:
                     state.seq_staleness = member.seq_staleness(train_step)
                 try:
@@ -391,6 +395,7 @@ class Store:
         self.claimed.pop(record.arrival, None)
         shares = self.ledger.train(record.members, record.tokens, taken.tokens)
         self.count_left_out(record, 1)
+        self._count_lengths("trained", record.members)
         if self.changes is not None:
             self.changes.take(record, shares)
         return shares[0]
@@ -405,6 +410,7 @@ class Store:
         """Store a record again that :meth:`train` booked, as if it had never left."""
         self.ledger.untrain(record.members, record.tokens, taken.tokens)
         self.count_left_out(record, -1)
+        self._count_lengths("trained", record.members, -1)
         self.give_back(record)
         if self.changes is not None:
             self.changes.put(record, returned=False)
@@ -414,8 +420,19 @@ class Store:
         ticket = self.tickets.take_back((arriving.task_name, arriving.group_id))
         if self.changes is not None:
             self.changes.settle(ticket)
-        self.ledger.take_back(ticket, arriving)
+        self._take_back(ticket, arriving)
         self.ledger.close(arriving.members, outcome)
+        self._count_lengths(outcome, arriving.members)
+
+    def _take_back(self, ticket: Ticket, arriving: Arriving) -> None:
+        """Book what became of the tokens a group had when it was handed out."""
+        self.ledger.take_back(ticket, arriving)
+        for tokens, _ in ticket.held[len(arriving.states) :]:
+            self.lengths.add("lost", tokens)
+
+    def _count_lengths(self, outcome: str, members: Iterable[Member], sign: int = 1) -> None:
+        for member in members:
+            self.lengths.add(outcome, member.tokens, sign)
 
     def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""
@@ -430,6 +447,7 @@ class Store:
                 self.changes.finish(arriving.task_name, arriving.group_id)
             self.ledger.produced += arriving.tokens
             self.ledger.close(arriving.members, outcome)
+            self._count_lengths(outcome, arriving.members)
         statuses = [state.status for state in arriving.states]
         _discard_states(arriving.states, cleared)
         for state, status in zip(arriving.states, statuses, strict=True):
