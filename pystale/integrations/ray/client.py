@@ -38,6 +38,7 @@ class RayReplayBuffer:
     - A put of a COMPLETED group waits while its task has ``max_groups`` of them.
     - :meth:`take_train_batch` acknowledges the batches of earlier steps: their payloads are released. A trainer that is
       started again, and asks for a step whose batch it had taken before, gets the same batch.
+    - Takes do not wait for stragglers, and there is no ``reserve``: ``wait_for_stragglers`` is False.
     - :meth:`ledger`, :meth:`report`, :meth:`settle` and ``len()`` block, as they have to ask the actor.
 
     Parameters
@@ -51,6 +52,8 @@ class RayReplayBuffer:
         False: only :meth:`acknowledge` does, for a trainer that goes back to its last checkpoint when it is killed, and
         wants the batches since then once more.
     """
+
+    wait_for_stragglers = False
 
     def __init__(self, actor: Any, *, trainer: str = "trainer", acknowledge: bool = True) -> None:
         self._client = Client(actor, trainer, acknowledge)
