@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollouts import balance
 
 from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+from pystale.lengths import LengthAccumulator
 
 C, A, E, F, X, U = (
     Status.COMPLETED,
@@ -123,6 +124,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         self.discarded, self.produced, self.trained = Counter(), 0, 0
         self.masked_stale = self.masked_semantic = 0
         self.left_out = Counter()
+        self.lengths = LengthAccumulator()
 
     def new_buffer(self):
         return ReplayBuffer(
@@ -138,6 +140,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def discard_group(self, model, reason):
         self.discarded[reason] += model.tokens
         for member in model.members:
+            self.lengths.add(reason, len(member.steps))
             member.steps = []
         if model in self.stored:
             self.stored.remove(model)
@@ -163,6 +166,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def reset(self, members):
         for member in members:
             self.discarded["expired"] += len(member.steps)
+            self.lengths.add("expired", len(member.steps))
             member.steps, member.mask, member.status = [], None, E
 
     def goes_on(self, model, expired=()):
@@ -271,6 +275,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
                         assert state.seq_staleness == member.staleness(self.now)
                     assert member.staleness(self.now) < model.rule.stale_threshold
                     total += len(ones)
+                    self.lengths.add("trained", len(member.steps))
                     self.trained += len(ones)
                     self.masked_stale += len(member.trainable()) - len(ones)
                     self.masked_semantic += len(member.steps) - len(member.trainable())
@@ -322,6 +327,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
             return
         model, states = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
         self.buffer.sync.settle([states], outcome)
+        for member in model.members:
+            self.lengths.add(outcome, len(member.steps))
         if outcome != "trained":
             self.discarded[outcome] += model.tokens
             return
@@ -341,6 +348,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
             self.buffer.sync.save(directory)
             self.buffer = self.new_buffer()
             self.buffer.sync.resume(directory)
+        self.lengths = LengthAccumulator()
         self.stored += [model for model, _ in self.lent]  # back where they came from, as they were
         self.lent.clear()
 
@@ -362,7 +370,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
             "stored": sum(m.tokens for m in self.stored),
             "in_flight": sum(m.tokens for m, _ in self.lent),
         }
-        assert self.buffer.report().left_out == self.left_out
+        report = self.buffer.report()
+        assert (report.left_out, report.lengths) == (self.left_out, self.lengths)
         produced, used = balance(ledger)
         assert produced == used
 
