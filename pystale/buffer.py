@@ -73,7 +73,7 @@ class ReplayBuffer:
     wait_for_stragglers : bool, default False
         Have :meth:`take_train_batch` for step T wait until no work is in flight that would be too old for step T + 1,
         so that it is put in time and not dropped. Work in flight is what was reserved with :meth:`reserve`, as the
-        producers of pystale do then.
+        producers of pystale do then. What has landed may still be more than a batch: see Notes.
     straggler_timeout_s : float, default 600.0
         Seconds after which such a wait is an error.
     on_release : callable, optional
@@ -120,6 +120,13 @@ class ReplayBuffer:
       then in memory only, a batch is given back. Later calls that change something raise it before they do, until
       :meth:`save` has written a checkpoint, which needs no journal.
     - A buffer whose journal was used before accepts only :meth:`resume`; everything else is a ValueError.
+
+    With `wait_for_stragglers` nothing that was begun in time is lost to being slow, and nothing too old is trained. It
+    is verl's rule (``wait``), and it looks one step ahead: where more than a batch is about to become too old at once,
+    what is beyond the batch expires as ever. With ``max_staleness`` 0 or 1 that happens only if more is begun than can
+    be trained in time (by version v more than v + max_staleness + 1 batches), as oversampling does. With more, work of
+    several steps can come late together. ``report().lengths`` shows what was dropped, and whether it was the long
+    responses.
 
     Examples
     --------
