@@ -60,18 +60,21 @@ class LengthAccumulator:
     def __init__(self) -> None:
         self._counts: dict[str, dict[int, list[int]]] = {}  # outcome -> bucket -> [responses, tokens]
 
-    def add(self, outcome: str, tokens: int, sign: int = 1) -> None:
-        """Count a response of `tokens` tokens, or count it no more where `sign` is -1; one without tokens is none."""
-        if not tokens:
-            return
+    def add(self, outcome: str, *tokens: int, sign: int = 1) -> None:
+        """Count responses of so many tokens each, or count them no more where `sign` is -1; 0 tokens are none."""
         buckets = self._counts.get(outcome)
         if buckets is None:
             if outcome not in OUTCOMES:
                 raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
             buckets = self._counts[outcome] = {}
-        bucket = buckets.setdefault(tokens.bit_length(), [0, 0])
-        bucket[0] += sign
-        bucket[1] += sign * tokens
+        for n in tokens:
+            bucket = buckets.get(n.bit_length())
+            if bucket is None:
+                if not n:
+                    continue
+                bucket = buckets[n.bit_length()] = [0, 0]
+            bucket[0] += sign
+            bucket[1] += sign * n
 
     def responses(self, outcome: str | None = None) -> int:
         """Responses with an outcome, or with any."""

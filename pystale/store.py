@@ -431,8 +431,7 @@ class Store:
             self.lengths.add("lost", tokens)
 
     def _count_lengths(self, outcome: str, members: Iterable[Member], sign: int = 1) -> None:
-        for member in members:
-            self.lengths.add(outcome, member.tokens, sign)
+        self.lengths.add(outcome, *[member.tokens for member in members], sign=sign)
 
     def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""

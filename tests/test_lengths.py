@@ -60,7 +60,7 @@ def test_it_can_be_sent(found):
 def test_what_is_counted_no_more_leaves_nothing(found):
     lengths = counted(found)
     for outcome, tokens in found:
-        lengths.add(outcome, tokens, -1)
+        lengths.add(outcome, tokens, sign=-1)
     assert lengths == LengthAccumulator()
     assert (lengths.rows(), lengths.length_ratio, lengths.metrics()) == ([], None, {})
 
