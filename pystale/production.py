@@ -219,10 +219,21 @@ class Line:
         partial = self.settings.enable_partial_rollout
         return Rollout(group, partial=partial, model_step=self.model_step, began=self.clock())
 
+    def reserve(self, rollout: Rollout) -> None:
+        """Tell a buffer whose takes wait for stragglers that a group is in flight."""
+        if not self.buffer.wait_for_stragglers:
+            return
+        group_id = getattr(rollout.group[0], "group_id", None)
+        try:
+            rollout.reservation = self.buffer.reserve(group_id, self.task_name, model_step=rollout.oldest_step())
+        except (TypeError, ValueError) as error:  # what is wrong with it is said when it is put
+            logger.warning("task %r: nobody will wait for group %r: %s", self.task_name, group_id, error)
+
     def start(self, rollout: Rollout) -> None:
         for state in rollout.group:
             if getattr(state, "prompt_model_step", self) is None:
                 state.prompt_model_step = rollout.model_step
+        self.reserve(rollout)
         settings = self.settings
         self.pending.schedule(
             rollout,
@@ -281,10 +292,16 @@ class Line:
 
     async def store(self, rollout: Rollout) -> Status:
         """Put a rollout into the buffer, or reject it there. Returns what became of it."""
+        try:
+            return await self._store(rollout)
+        finally:
+            rollout.release()
+
+    async def _store(self, rollout: Rollout) -> Status:
         outcome = rollout.outcome
         if outcome not in (Status.FAILED, Status.FILTERED):
-            rollout.mark_unfinished()
             try:
+                rollout.mark_unfinished()
                 return await self.buffer.put(
                     rollout.group, self.task_name, model_step=rollout.model_step, train_step=self.train_step
                 )
@@ -296,10 +313,36 @@ class Line:
             await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         except (TypeError, ValueError):
             # It may be anything but well formed: a continued response that failed has steps for its earlier tokens
-            # only. It is counted by its tokens all the same.
-            rollout.group = rollout.without_per_token_fields()
+            # only, and an agent loop may have written to what is none of its business. It is counted all the same.
+            rollout.group = rollout.countable()
             await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         return outcome
+
+    async def tend_stragglers(self) -> None:
+        """Collect until nothing is running that would be too old for the step after this one.
+
+        For a line that is about to be paused, where the buffer's takes wait for stragglers: paused work stays as old as
+        it is, and would expire before anybody takes it up.
+
+        Raises
+        ------
+        StragglersOverdue
+            If they take longer than the buffer allows.
+        """
+        buffer = self.buffer
+        if not buffer.wait_for_stragglers:
+            return
+        last = self.train_step - buffer.rule(self.task_name).stale_threshold
+        began, limit = self.clock(), buffer.straggler_timeout_s
+        try:
+            while any(r.reservation is not None and r.reservation.model_step <= last for r in self.pending.running()):
+                left = began + limit - self.clock()
+                if left <= 0:
+                    raise buffer.operations.in_flight.overdue({self.task_name: self.train_step}, limit)
+                await self.pending.wait(left)
+                await to_the_end(self.collect())
+        finally:
+            self.report.straggler_s += self.clock() - began
 
     def hopeless(self) -> str:
         """Why drawing more would not help, empty while it may.

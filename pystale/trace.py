@@ -53,7 +53,14 @@ HEAD_BYTES = 400
 Line = tuple[dict[str, Any], bytes]
 
 
-def trace_header(rules: Rules, triggers: Triggers, order: str, missing_version: str, max_rerolls: int | None) -> Any:
+def trace_header(
+    rules: Rules,
+    triggers: Triggers,
+    order: str,
+    missing_version: str,
+    max_rerolls: int | None,
+    min_fresh: int | None,
+) -> dict[str, Any]:
     """First line of a trace: its schema, and the settings of the buffer."""
     names: list[str | None] = []
     if isinstance(rules, dict):
@@ -82,6 +89,7 @@ def trace_header(rules: Rules, triggers: Triggers, order: str, missing_version: 
         "order": order,
         "missing_version": missing_version,
         "max_rerolls": max_rerolls,
+        "min_fresh": min_fresh,
         "tasks": tasks,
     }
 

@@ -53,6 +53,7 @@ class Header(NamedTuple):
     order: Order
     missing_version: str
     max_rerolls: int | None
+    min_fresh: int | None = None  # members that a group is trained with at least; None: all it has
     created: str = ""
 
 
@@ -161,7 +162,7 @@ def header_of(content: dict[str, Any]) -> Header:
     TypeError, ValueError
         If a setting is missing, unknown or wrong.
     """
-    fields = {"pystale_trace", "created", "order", "missing_version", "max_rerolls", "tasks"}
+    fields = {"pystale_trace", "created", "order", "missing_version", "max_rerolls", "min_fresh", "tasks"}
     if set(content) != fields:
         raise ValueError(f"the header consists of {', '.join(sorted(fields))}, got {', '.join(sorted(content)):.200}")
     rules: dict[str | None, StalenessRule] = {}
@@ -178,7 +179,7 @@ def header_of(content: dict[str, Any]) -> Header:
             raise ValueError(f"tasks: {name!r:.40} is no name, or occurs twice")
         rules[name] = StalenessRule(**settings)
         triggers[name] = checked_int("tail_batch_trigger_size", trigger, at_least=-1)
-    max_rerolls = content["max_rerolls"]
+    max_rerolls, min_fresh = content["max_rerolls"], content["min_fresh"]
     shared, shared_triggers = _shared(rules, triggers)
     return Header(
         shared,
@@ -186,6 +187,7 @@ def header_of(content: dict[str, Any]) -> Header:
         checked_order(content["order"]),
         checked_missing_version(content["missing_version"]),
         None if max_rerolls is None else checked_int("max_rerolls", max_rerolls, at_least=0),
+        None if min_fresh is None else checked_int("min_fresh", min_fresh, at_least=1),
         str(content["created"])[:40],
     )
 

@@ -45,6 +45,8 @@ def test_the_defaults_accept_only_what_the_current_weights_generate():
         "tail_batch_trigger_size": -1,
         "spare_aborted": False,
         "max_rerolls": None,
+        "group_mode": "all",
+        "min_fresh": 1,
         "max_retries": 3,
         "is_valid_sample_fn": None,
         "should_continue_fn": None,
@@ -69,6 +71,8 @@ WRONG = [
     *itertools.product(("over_sample_threshold",), [True, "0.5", math.nan, math.inf, -math.inf, -0.1, None]),
     *itertools.product(("enable_partial_rollout", "spare_aborted"), [1, 0, "true", None]),
     *itertools.product(("is_valid_sample_fn", "should_continue_fn"), [True, 1, "len"]),
+    *itertools.product(("group_mode",), ["some", None, 1]),
+    *itertools.product(("min_fresh",), [0, True, 2]),  # 2 says nothing of whole groups
     ("max_stalenes", 1),
     ("stale_threshold", 1),
 ]
@@ -183,6 +187,7 @@ def refused(line, error, message, **arguments):
         ({"rule": StalenessRule(1, 0, 1, True)}, "spare_aborted"),
         ({"tail_batch_trigger_size": 4}, "tail_batch_trigger_size"),
         ({"max_rerolls": None}, "max_rerolls"),
+        ({"group_mode": "members"}, "group_mode"),
     ],
 )
 def test_a_buffer_with_other_settings_is_refused(settings, name):
@@ -561,6 +566,55 @@ def test_a_group_the_buffer_refuses_is_counted_as_failed(fields, reason):
     assert (report.failed, report.completed) == (1, 2)
     assert reason in report.last_error
     assert line.buffer.ledger()["discarded"] == {"failed": 3}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"group_id": 999},
+        {"group_id": None},
+        {"group_id": 1.5},
+        {"status": None},
+        {"status": 7},
+        {"rerolls": "x"},
+        {"rerolls": -1},
+        {"prompt_model_step": -5},
+        {"prompt_model_step": "new"},
+        {"response_ids": "abc"},
+        {"response_ids": 5},
+        {"response_ids": {1: 2}},
+        {"logprobs": 0.5},
+        {"logprobs": "abc"},
+        {"response_model_steps": "abc"},
+        {"response_mask": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("from_a_pool", [False, True])
+def test_whatever_an_agent_loop_writes_into_a_group_it_is_counted_and_the_round_goes_on(written, member, from_a_pool):
+    """The first member's group_id says which group came back, so writing that counts as a try that failed."""
+
+    async def act(_loop, members):
+        for state in members:
+            state.response_ids, state.response_model_steps, state.status = [7, 7], [0, 0], C
+        for name, value in written.items():
+            setattr(members[member], name, value)
+
+    number = "old" if from_a_pool else 0
+    line = Line(ScriptedLoop(acts={number: act}), group_size=2, max_staleness=4, enable_partial_rollout=True)
+
+    async def main():
+        if from_a_pool:
+            await line.buffer.put(group([0, 0, 0], [0], status=A, group_id="old"), train_step=1)
+        return await line.produce(2)
+
+    report = run(main())
+    assert (report.failed, report.completed, line.stored()) == (1, 2, {C: 2})
+    ledger = line.buffer.ledger()
+    assert ledger["in_flight"] == 0
+    assert ledger["stored"] == 2 * 2 * 3
+    assert len(set(balance(ledger))) == 1
 
 
 @pytest.mark.parametrize("ending", ["failed", "filtered", "refused"])

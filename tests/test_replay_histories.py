@@ -25,6 +25,8 @@ class TracedBuffer(BufferAgainstModel):
             order=store.order,
             tail_batch_trigger_size=store.triggers,
             max_rerolls=store.max_rerolls,
+            group_mode=plain.group_mode,
+            min_fresh=plain.min_fresh,
             trace=Path(self.directory.name, f"{len(self.traced)}.jsonl"),
         )
         self.traced.append(traced)

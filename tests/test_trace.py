@@ -63,6 +63,8 @@ def test_the_header_has_the_settings(path):
         tail_batch_trigger_size={"a": 3},
         missing_version="newest",
         max_rerolls=2,
+        group_mode="members",
+        min_fresh=3,
         trace=path,
     ).sync.close()
     header = json.loads(path.read_bytes().splitlines()[0])
@@ -72,6 +74,7 @@ def test_the_header_has_the_settings(path):
         "order": "fifo",
         "missing_version": "newest",
         "max_rerolls": 2,
+        "min_fresh": 3,
         "tasks": [
             {
                 "task": "a",

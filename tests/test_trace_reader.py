@@ -67,6 +67,7 @@ def test_another_schema(path, schema):
         ({**HEADER, "missing_version": "none"}, "missing_version must be"),
         ({**HEADER, "max_rerolls": -1}, "max_rerolls must be at least 0"),
         ({**HEADER, "max_rerolls": 1.5}, "max_rerolls must be an int"),
+        ({**HEADER, "min_fresh": 0}, "min_fresh must be at least 1"),
         ({**HEADER, "tasks": []}, "tasks must be a list"),
         ({**HEADER, "tasks": {"t": 1}}, "tasks must be a list"),
         ({**HEADER, "tasks": [1]}, "tasks must be a list"),

@@ -8,6 +8,7 @@ HEADER = {
     "order": "stalest_first",
     "missing_version": "error",
     "max_rerolls": None,
+    "min_fresh": None,
     "tasks": [
         {
             "task": None,

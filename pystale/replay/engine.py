@@ -84,7 +84,13 @@ class _Player:
         header = history.header
         self._rules = setting.rules(header.rules)
         self._new_store = functools.partial(
-            Store, self._rules, header.triggers, header.order, header.missing_version, header.max_rerolls
+            Store,
+            self._rules,
+            header.triggers,
+            header.order,
+            header.missing_version,
+            header.max_rerolls,
+            header.min_fresh,
         )
         self._store = self._new_store()
         self._exact = setting.recorded
