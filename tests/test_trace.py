@@ -276,6 +276,35 @@ def test_what_happens_while_a_take_releases(path):
     assert reproduced(path).rerolled == 1
 
 
+def test_what_happens_while_a_take_waits_for_stragglers(path):
+    async def main():
+        buffer = ReplayBuffer(StalenessRule(1), tail_batch_trigger_size=0, wait_for_stragglers=True, trace=path)
+        await buffer.put(group([0], group_id=1), train_step=1)
+        await buffer.put(group([2], group_id=2), train_step=3)
+        buffer.reserve(3, model_step=1)
+        taking = asyncio.ensure_future(buffer.take_train_batch({"default": 1}, train_step=3))
+        await asyncio.sleep(0)
+        assert len(await buffer.get(1, status=Status.EXPIRED)) == 1  # expired by the take that waits
+        await buffer.put(group([1], group_id=3), train_step=3)
+        assert (await taking)["default"][0][0].group_id == 3
+        await buffer.close()
+
+    asyncio.run(main())
+    assert [x["op"] for x in lines_of(path)] == ["put", "put", "refresh", "get", "put", "take", "ledger", "ledger"]
+    assert reproduced(path).trained == 1
+
+
+def test_flush_on_an_event_loop(path):
+    async def main():
+        buffer = ReplayBuffer(StalenessRule(1), trace=path)
+        await buffer.put(group([0], group_id=1), train_step=1)
+        await buffer.flush()
+        assert [x["op"] for x in lines_of(path)] == ["put", "ledger"]
+        await buffer.close()
+
+    asyncio.run(main())
+
+
 def test_groups_nobody_got(buffer, path):
     class Refuses(RolloutState):
         def __setattr__(self, name, value):
