@@ -6,6 +6,7 @@ from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.group import Group
 from pystale.integrations.transfer_queue.batch import KeyBatch
 from pystale.integrations.transfer_queue.service import Service
@@ -36,6 +37,7 @@ class TransferQueueStore:
       the keys, for trainers whose ranks read TransferQueue themselves.
     - Rows are cleared after the buffer has let go of them: when a member is reset or a group discarded, settled or
       rejected, and for a batch when it is acknowledged.
+    - Whole groups are trained (``group_mode`` is "all"), takes do not wait for stragglers, and there is no ``reserve``.
     - A call that TransferQueue does not answer raises :class:`TransferQueueGone`, and has not happened. The next one
       connects again. To a service that was started anew, it compares what is there: groups whose rows are lost are
       booked as ``lost``, and never handed out.
@@ -63,6 +65,8 @@ class TransferQueueStore:
     TypeError, ValueError
         For a setting that is not allowed.
     """
+
+    wait_for_stragglers = False
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class TransferQueueStore:
         self.partition_id = partition_id
         self.order = self._buffer.order
         self.max_rerolls = max_rerolls
+        self.group_mode, self.min_fresh = self._buffer.group_mode, self._buffer.min_fresh
 
     # Settings
 
@@ -206,6 +211,10 @@ class TransferQueueStore:
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self._buffer.ledger()
+
+    def report(self) -> BufferReport:
+        """See :meth:`ReplayBuffer.report`."""
+        return self._buffer.report()
 
     async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the summaries, their order and the account; see :meth:`ReplayBuffer.save`.
@@ -310,6 +319,10 @@ class BlockingTransferQueueStore:
     def ledger(self) -> dict[str, Any]:
         """See :meth:`TransferQueueStore.ledger`."""
         return self._buffer.ledger()
+
+    def report(self) -> BufferReport:
+        """See :meth:`TransferQueueStore.report`."""
+        return self._buffer.report()
 
     def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`TransferQueueStore.save`."""

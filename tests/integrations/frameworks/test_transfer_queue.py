@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pystale import RolloutState, StalenessRule, Status
+from pystale import (
+    AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    DisaggAgentLoopManager,
+    DisaggAsyncProduceStrategyConfig,
+    PromptSampler,
+    RolloutState,
+    StalenessRule,
+    Status,
+    TaskSpec,
+)
 
 ray = pytest.importorskip("ray")
 os.environ.setdefault("TQ_NUM_THREADS", "2")
@@ -227,6 +237,54 @@ def test_producers_and_a_trainer_share_a_store_in_an_event_loop(make: Any) -> No
     assert sorted(seen) == [*range(6), *range(100, 106)]
     store.sync.acknowledge(8)
     assert keys_of(store) == set()
+
+
+class Echo:
+    """An agent loop that answers with the prompt, twice."""
+
+    async def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool) -> list[RolloutState]:
+        for state in group:
+            if state.status is not Status.COMPLETED:
+                await asyncio.sleep(0.01)
+                prompt: Any = state.prompt_ids
+                state.response_ids, state.status, state.reward = list(prompt) * 2, Status.COMPLETED, 1.0
+        return group
+
+    async def pause(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+def test_managers_run_on_it(make: Any, disaggregated: bool) -> None:
+    config = DisaggAsyncProduceStrategyConfig if disaggregated else AsyncProduceStrategyConfig
+    strategy: Any = config(max_staleness=1, tail_batch_trigger_size=0, over_sample_threshold=0.5).build()
+    store = make(strategy.rule)
+    task = TaskSpec("echo", Echo(), PromptSampler(([n, n] for n in range(1000)), store, group_size=2), strategy)
+
+    async def colocated() -> None:
+        manager = AgentLoopManager(task, store)
+        for train_step in range(1, 5):
+            check(await manager.produce_batch(4, train_step, model_step=train_step - 1))
+
+    async def beside() -> None:
+        manager = DisaggAgentLoopManager(task, store, model_step=0, train_step=1)
+        producing = asyncio.create_task(manager.produce_loop(4))
+        for train_step in range(1, 5):
+            check(await manager.get_batch(4, train_step))
+            await manager.pause_produce()
+            await manager.continue_produce(train_step)
+        await manager.shutdown()
+        await producing
+
+    def check(result: Any) -> None:
+        assert len(result.groups) == 4
+        assert result.trainable_tokens == 32
+        assert all(list(state.response_ids) == [*state.prompt_ids] * 2 for group in result.groups for state in group)
+
+    asyncio.run(beside() if disaggregated else colocated())
+    ledger = store.ledger()
+    assert (ledger["trained"], ledger["in_flight"]) == (4 * 32, 0)
+    assert balanced(ledger)
 
 
 def test_calls_that_are_cancelled_at_any_moment_take_nothing_along(make: Any) -> None:
