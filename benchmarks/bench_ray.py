@@ -137,7 +137,7 @@ def rates(ray: Any, start: Any, groups: int) -> None:
 
 def summaries(numbers: range, tokens: int) -> Iterator[list[RolloutState]]:
     from pystale.group import read_group
-    from pystale.integrations.ray.summary import summaries_of
+    from pystale.summary import summaries_of
 
     for number in numbers:
         yield summaries_of(read_group(group_of(number, tokens), "default"), f"{'0' * 56}/{'0' * 16}-{number}")
@@ -158,7 +158,7 @@ def memory(groups: int) -> None:
     from collections import Counter
 
     from pystale import ReplayBuffer
-    from pystale.integrations.ray.summary import names_of
+    from pystale.summary import names_of
 
     with tempfile.TemporaryDirectory() as directory:
         buffer = ReplayBuffer(RULE, tail_batch_trigger_size=0, journal=directory, write_masks=False)

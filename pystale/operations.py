@@ -133,6 +133,8 @@ class Operations:
 
     def refresh(self, train_step: int, statuses: Iterable[Any] | None = None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
+        if isinstance(statuses, (str, Status)):
+            raise TypeError(f"statuses must be an iterable of statuses, got {statuses!r}; for one, give [{statuses!r}]")
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
         with collector_delayed(), self.lock:
             return self._refresh(train_step, bits)
@@ -147,26 +149,30 @@ class Operations:
     # Handing out for continuation, and settling
 
     def get(self, n: int, task_name: str, status: Any) -> list[Group]:
+        return self.lend(self.claim(n, task_name, status))
+
+    def claim(self, n: int, task_name: str, status: Any) -> list[Record]:
+        """What :meth:`get` hands out, taken out of the store: for :meth:`lend`, or :meth:`give_back` in its place."""
         n, status = checked_int("n", n, at_least=0), as_status(status)
         with self.lock:
             self._check_journal()
             self.store.settings(checked_task_name(task_name))
-            records = self.store.hand_out(task_name, status, n)
-        return self._lend(records)
+            return self.store.hand_out(task_name, status, n)
 
     def get_group(self, task_name: str, group_id: Any) -> Group | None:
         """Hand out one group, whatever its pool and place; None where it is not stored."""
         with self.lock:
             self._check_journal()
             record = self.store.hand_out_group(task_name, group_id)
-        return None if record is None else self._lend([record])[0]
+        return None if record is None else self.lend([record])[0]
 
-    def _lend(self, records: list[Record]) -> list[Group]:
+    def lend(self, records: list[Record]) -> list[Group]:
+        """Hand out what :meth:`claim` gave."""
         try:
             # As long as the responses are, and so not under the mutex.
             copies = [copied(record.states) for record in records]
         except BaseException:
-            self._give_back(records)
+            self.give_back(records)
             raise
         with self.lock:
             for record, of_record in zip(records, copies, strict=True):
@@ -277,7 +283,7 @@ class Operations:
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
-            self._give_back(claimed)
+            self.give_back(claimed)
             raise
         batch = TrainBatch(groups, tokens, left_out)
         return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
@@ -286,7 +292,7 @@ class Operations:
         with self.lock:
             self._on_their_way.pop(id(claim.records), None)
 
-    def _give_back(self, claimed: list[Record]) -> None:
+    def give_back(self, claimed: list[Record]) -> None:
         """Store records again that were claimed and that nobody got."""
         with self.lock:
             for record in claimed:

@@ -50,3 +50,8 @@ class Record:
         if not self.left_out:
             return self.states
         return [state for state in self.states if as_status(state.status) is not Status.EXPIRED]
+
+    @property
+    def is_agentic(self) -> bool:
+        """Whether the token rule, which is on, does not apply to the group: a member came with training tensors."""
+        return not self.masks_tokens and self.task.rule.token_stale_threshold is not None

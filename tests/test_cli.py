@@ -22,6 +22,8 @@ from pystale.__main__ import main
 from pystale.checkpoint import CheckpointWriter
 from pystale.demo.grpo import BaseModel
 
+pytestmark = pytest.mark.whole_run
+
 PYSTALE = [sys.executable, "-m", "pystale"]
 # Far more than any of this takes: a hang fails, a busy machine does not.
 PATIENCE_S = 120
@@ -357,6 +359,14 @@ def test_an_interrupt_ends_it_with_a_report(moment, tmp_path):
     assert re.search(r"^interrupted after \d+ of 60 steps$", rest, re.MULTILINE)
     assert re.search(r"^time ", rest, re.MULTILINE)
     assert ("balances" in rest) is (moment == "step ")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["demo", "--steps", "2"], ["demo", "--nonsense"]])
+def test_started_without_an_output_it_does_its_work_quietly(arguments):
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *PYSTALE, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    assert done.returncode == (2 if "--nonsense" in arguments else 0), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_closed_pipe_ends_it_quietly(tmp_path):

@@ -29,6 +29,8 @@ from pystale.demo.run import Run
 from pystale.demo.session import execute
 from pystale.demo.settings import BATCH_GROUPS, MODES, TASK, Settings
 
+pytestmark = pytest.mark.whole_run
+
 PROCESS = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 PROCESS += [str(Path(__file__).parent / "demo_process.py")]
 PATIENCE_S = 120

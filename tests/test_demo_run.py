@@ -19,6 +19,8 @@ from pystale.demo.run import Run
 from pystale.demo.session import execute
 from pystale.demo.settings import BATCH_GROUPS, MODES, Settings
 
+pytestmark = pytest.mark.whole_run
+
 QUICK = {"steps": 3, "base_steps": 10, "group_size": 2}
 ASYNCHRONOUS = ("colocated", "disaggregated")
 

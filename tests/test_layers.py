@@ -50,6 +50,7 @@ LAYERS = (
         "segment",
         "store",
         "strict_json",
+        "summary",
         "take",
         "ticket",
         "trajectories",

@@ -17,11 +17,11 @@ from pystale.buffer_report import BufferReport
 from pystale.checkpoint import DOCUMENT
 from pystale.integrations.ray.bookings import Bookings, Call, Name, TakenBatch, status_of
 from pystale.integrations.ray.room import Room, checked_bound
-from pystale.integrations.ray.summary import names_of
 from pystale.policy import GroupMode
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status, as_status
+from pystale.summary import names_of
 from pystale.waiting import IN_EVENT_LOOP
 
 __all__ = ["ReplayBufferActor"]

@@ -7,9 +7,9 @@ from typing import Any
 from pystale._objects import measure, trainable_masks
 from pystale.batch import TrainBatch
 from pystale.integrations.ray.keeper import PayloadsLost
-from pystale.integrations.ray.summary import assembled
 from pystale.staleness import StalenessRule
 from pystale.state import RolloutState, Status
+from pystale.summary import assembled
 
 __all__ = ["BatchRefs", "GroupRefs"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pystale.batch import TrainBatch
-from pystale.integrations.ray.summary import plain_group, unplain_group
 from pystale.state import RolloutState, Status
+from pystale.summary import plain_group, unplain_group
 
 __all__ = ["Bookings", "Call", "TakenBatch"]
 

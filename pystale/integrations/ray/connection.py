@@ -15,10 +15,10 @@ from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, Answers, Together
 from pystale.integrations.ray.keeper import PayloadsLost, keeper_of
-from pystale.integrations.ray.summary import assembled, payloads_of, summaries_of
 from pystale.policy import GroupMode
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
+from pystale.summary import assembled, payloads_of, summaries_of
 from pystale.writing import write_arrival
 
 __all__ = ["Client", "Methods"]

@@ -32,7 +32,7 @@ from pystale import (
 from pystale.group import read_group
 from pystale.integrations.ray import RayReplayBuffer
 from pystale.integrations.ray.bookings import Call
-from pystale.integrations.ray.summary import payloads_of, summaries_of
+from pystale.summary import payloads_of, summaries_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -1,4 +1,4 @@
-"""What the actor knows of a rollout, and what of it stays behind as its payloads.
+"""What a buffer of summaries knows of a rollout, and what of it stays elsewhere as its payloads.
 
 A summary is a :class:`~pystale.RolloutState` the buffer takes like any other, with its tokens left out: steps and
 semantic mask are runs, ``response`` holds the name of the group's response payload and ``mm_info`` that of its prompt
@@ -16,11 +16,20 @@ from pystale._objects import ModelSteps
 from pystale.group import Arriving
 from pystale.state import RolloutState, Status, as_status
 
-__all__ = ["assembled", "names_of", "payloads_of", "plain_group", "summaries_of", "unplain_group"]
+__all__ = [
+    "PROMPT_FIELDS",
+    "RESPONSE_FIELDS",
+    "assembled",
+    "names_of",
+    "payloads_of",
+    "plain_group",
+    "summaries_of",
+    "unplain_group",
+]
 
 # Which fields are in which payload. All others are in the summary.
-_PROMPT = ("message", "prompt_ids", "sample_params", "mm_info", "extra_fields")
-_RESPONSE = (
+PROMPT_FIELDS = ("message", "prompt_ids", "sample_params", "mm_info", "extra_fields")
+RESPONSE_FIELDS = (
     *("tokens", "response", "response_ids", "response_mask", "response_model_steps", "logprobs", "routed_experts"),
     *("finish_reason", "tool_calls", "reward", "error_msg", "input_ids", "labels", "position_ids"),
 )
@@ -31,10 +40,10 @@ Payload = list[tuple[Any, ...]]
 
 def payloads_of(arriving: Arriving) -> tuple[Payload, Payload]:
     """What of a group stays behind: its prompts, and its responses with their steps stamped."""
-    prompts = [tuple([getattr(state, name) for name in _PROMPT]) for state in arriving.states]
+    prompts = [tuple([getattr(state, name) for name in PROMPT_FIELDS]) for state in arriving.states]
     responses = []
     for state, steps in zip(arriving.states, arriving.steps, strict=True):
-        fields = {name: getattr(state, name) for name in _RESPONSE}
+        fields = {name: getattr(state, name) for name in RESPONSE_FIELDS}
         fields["response_model_steps"] = steps
         responses.append(tuple(fields.values()))
     return prompts, responses
@@ -96,9 +105,9 @@ def assembled(summaries: Sequence[RolloutState], prompts: Payload, responses: Pa
     """
     states = []
     for position, summary in enumerate(summaries):
-        fields = dict(zip(_PROMPT, prompts[position], strict=True))
+        fields = dict(zip(PROMPT_FIELDS, prompts[position], strict=True))
         if summary.response and responses is not None:
-            fields.update(zip(_RESPONSE, responses[position], strict=True))
+            fields.update(zip(RESPONSE_FIELDS, responses[position], strict=True))
         else:
             prompt = fields["prompt_ids"]
             fields.update(tokens=None if prompt is None else list(prompt), response="", response_ids=[], logprobs=[])
