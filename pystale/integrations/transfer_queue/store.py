@@ -11,7 +11,8 @@ from pystale.group import Group
 from pystale.integrations.transfer_queue.batch import KeyBatch
 from pystale.integrations.transfer_queue.service import Service
 from pystale.integrations.transfer_queue.work import Work
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule
 from pystale.state import Status
@@ -37,7 +38,6 @@ class TransferQueueStore:
       the keys, for trainers whose ranks read TransferQueue themselves.
     - Rows are cleared after the buffer has let go of them: when a member is reset or a group discarded, settled or
       rejected, and for a batch when it is acknowledged.
-    - Whole groups are trained (``group_mode`` is "all"), takes do not wait for stragglers, and there is no ``reserve``.
     - A call that TransferQueue does not answer raises :class:`TransferQueueGone`, and has not happened. The next one
       connects again. To a service that was started anew, it compares what is there: groups whose rows are lost are
       booked as ``lost``, and never handed out.
@@ -55,7 +55,8 @@ class TransferQueueStore:
     keep_until_save : bool, default False
         Clear nothing before the next :meth:`save` is done. For a trainer that goes back to its last checkpoint, and
         resumes with ``undo_takes``: TransferQueue has what was taken since then still.
-    order, tail_batch_trigger_size, max_rerolls, journal, journal_delay
+    order, tail_batch_trigger_size, max_rerolls, group_mode, min_fresh, wait_for_stragglers, straggler_timeout_s, \
+    journal, journal_delay
         See :class:`~pystale.ReplayBuffer`.
 
     Raises
@@ -65,8 +66,6 @@ class TransferQueueStore:
     TypeError, ValueError
         For a setting that is not allowed.
     """
-
-    wait_for_stragglers = False
 
     def __init__(
         self,
@@ -79,6 +78,10 @@ class TransferQueueStore:
         order: str | Order = Order.STALEST_FIRST,
         tail_batch_trigger_size: int | Mapping[str, int] = -1,
         max_rerolls: int | None = None,
+        group_mode: str | GroupMode = GroupMode.ALL,
+        min_fresh: int = 1,
+        wait_for_stragglers: bool = False,
+        straggler_timeout_s: float = 600.0,
         journal: str | os.PathLike[str] | None = None,
         journal_delay: float = 0.005,
     ) -> None:
@@ -98,6 +101,10 @@ class TransferQueueStore:
                 "order": order,
                 "tail_batch_trigger_size": tail_batch_trigger_size,
                 "max_rerolls": max_rerolls,
+                "group_mode": group_mode,
+                "min_fresh": min_fresh,
+                "wait_for_stragglers": wait_for_stragglers,
+                "straggler_timeout_s": straggler_timeout_s,
                 "journal": journal,
                 "journal_delay": journal_delay,
             },
@@ -109,6 +116,8 @@ class TransferQueueStore:
         self.order = self._buffer.order
         self.max_rerolls = max_rerolls
         self.group_mode, self.min_fresh = self._buffer.group_mode, self._buffer.min_fresh
+        self.wait_for_stragglers = wait_for_stragglers
+        self.straggler_timeout_s = self._buffer.straggler_timeout_s
 
     # Settings
 
@@ -208,13 +217,17 @@ class TransferQueueStore:
         """See :meth:`ReplayBuffer.settle`. Their rows are cleared. Waits for the journal, if there is one."""
         self.sync.settle(groups, outcome)
 
-    def ledger(self) -> dict[str, Any]:
-        """See :meth:`ReplayBuffer.ledger`."""
-        return self._buffer.ledger()
-
     def report(self) -> BufferReport:
         """See :meth:`ReplayBuffer.report`."""
         return self._buffer.report()
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`ReplayBuffer.reserve`."""
+        return self._buffer.reserve(group_id, task_name, model_step=model_step)
+
+    def ledger(self) -> dict[str, Any]:
+        """See :meth:`ReplayBuffer.ledger`."""
+        return self._buffer.ledger()
 
     async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the summaries, their order and the account; see :meth:`ReplayBuffer.save`.
@@ -316,13 +329,17 @@ class BlockingTransferQueueStore:
         """See :meth:`TransferQueueStore.settle`."""
         self._service.wait(self._work.settle(groups, outcome))
 
-    def ledger(self) -> dict[str, Any]:
-        """See :meth:`TransferQueueStore.ledger`."""
-        return self._buffer.ledger()
-
     def report(self) -> BufferReport:
         """See :meth:`TransferQueueStore.report`."""
         return self._buffer.report()
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`TransferQueueStore.reserve`."""
+        return self._buffer.reserve(group_id, task_name, model_step=model_step)
+
+    def ledger(self) -> dict[str, Any]:
+        """See :meth:`TransferQueueStore.ledger`."""
+        return self._buffer.ledger()
 
     def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`TransferQueueStore.save`."""

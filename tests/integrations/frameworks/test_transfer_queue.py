@@ -186,6 +186,41 @@ def test_what_is_reset_keeps_its_prompts_and_what_is_discarded_nothing(make: Any
     assert balanced(store.ledger())
 
 
+def test_members_that_expired_are_left_out_of_batches_and_keys(make: Any) -> None:
+    store = make(StalenessRule(1), group_mode="members", min_fresh=2)
+    for number in range(2):
+        group = group_of(number, [4, 4], size=3)
+        group[1].response_model_steps = [2, 4]
+        assert store.sync.put(group, train_step=5) is Status.COMPLETED
+    batch = store.sync.take_train_batch({"default": 1}, train_step=5)
+    assert [state.rollout_id for state in batch["default"][0]] == [0, 2]
+    assert [state.response_ids.tolist() for state in batch["default"][0]] == [[0, 1], [200, 201]]
+    keys = store.sync.take_keys({"default": 1}, train_step=5)
+    rows = tq.kv_batch_get(keys.rows(), keys.partition_id, ["response_ids"])["response_ids"]
+    assert [row.tolist() for row in rows.unbind()] == [[0, 1], [200, 201]]
+    assert (batch.left_out, keys.left_out, store.report().left_out) == (1, 1, {"default": 2})
+    assert balanced(store.ledger())
+    store.sync.acknowledge(5)
+    assert keys_of(store) == set()
+
+
+def test_a_take_waits_for_stragglers(make: Any) -> None:
+    store = make(StalenessRule(1), wait_for_stragglers=True)
+
+    async def main() -> Any:
+        await store.put(group_of(1, [4]), train_step=5)
+        with store.reserve(2, model_step=3):
+            taking = asyncio.ensure_future(store.take_train_batch({"default": 1}, train_step=5))
+            await asyncio.sleep(0.3)
+            assert not taking.done()
+            await store.put(group_of(2, [3]), train_step=5)
+        return await taking
+
+    batch = asyncio.run(main())
+    assert [state.group_id for state in batch.responses] == [2, 2]
+    assert batch.straggler_s == store.sync.report().straggler_s > 0.2
+
+
 def test_an_aborted_group_goes_on_and_a_settled_one_leaves_nothing(make: Any) -> None:
     store = make()
     store.sync.put(group_of(1, [4, 4], status=Status.ABORTED), train_step=5)
