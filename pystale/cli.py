@@ -196,11 +196,19 @@ def demo(
     checkpoint_every: Annotated[
         int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps between two checkpoints.")
     ] = 10,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write plots (PNG) and the record of the run (JSON) to this directory.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> Callable[[], int]:
     given = {
         name: value
         for name, value in context.params.items()
-        if name not in ("mode", "engine", "checkpoint", "checkpoint_every") and _was_given(context, name)
+        if name not in ("mode", "engine", "checkpoint", "checkpoint_every", "report") and _was_given(context, name)
     }
     try:
         settings = Settings.of_mode(mode, **given)
@@ -210,9 +218,11 @@ def demo(
         raise typer.BadParameter("--checkpoint is empty; name a directory")
     if checkpoint is None and _was_given(context, "checkpoint_every"):
         raise typer.BadParameter("--checkpoint-every needs --checkpoint DIR")
+    if report == "":
+        raise typer.BadParameter("--report is empty; name a directory")
     if engine == "ray" and checkpoint is not None:
         raise typer.BadParameter("--checkpoint keeps a run with --engine local only; leave one of the two out")
-    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine)
+    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, report)
 
 
 @app.command(
@@ -268,13 +278,15 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str) -> int:
+def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str, plots: str | None) -> int:
     from pystale.demo.checkpoint import RunDirectory
     from pystale.demo.display import NotKept, show
 
     directory = None if checkpoint is None else RunDirectory(checkpoint, every)
     try:
-        return show(settings, directory, None if engine == "local" else _on_ray())
+        if plots is not None:
+            _need_matplotlib("--report")
+        return show(settings, directory, None if engine == "local" else _on_ray(), plots=plots)
     except BrokenPipeError:
         raise
     except NotKept as error:

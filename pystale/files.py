@@ -2,12 +2,29 @@
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["delete", "sync_directory", "write_all", "write_new"]
+__all__ = ["delete", "prepare_directory", "sync_directory", "write_all", "write_new"]
 
 logger = logging.getLogger("pystale")
+
+
+def prepare_directory(path: str) -> None:
+    """Make a directory for what is written later, unless it is there, and see that files can be written to it.
+
+    Raises
+    ------
+    OSError
+        If not; it names the directory.
+    """
+    os.makedirs(path, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def write_new(path: Path, data: bytes) -> None:

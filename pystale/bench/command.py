@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +14,9 @@ from pystale.bench.comparison import Disagreement
 from pystale.bench.machine import description, words
 from pystale.bench.plan import Bench
 from pystale.bench.table import HEADINGS, cells, document, markdown
+from pystale.files import prepare_directory
 
-__all__ = ["Disagreement", "prepare_directory", "show"]
+__all__ = ["Disagreement", "show"]
 
 INTERRUPTED = 130
 
@@ -58,19 +57,6 @@ def show(seconds: float, *, as_json: bool = False, plots: str | None = None) -> 
     else:
         _print(bench, machine, written, interrupted=interrupted)
     return INTERRUPTED if interrupted else 0
-
-
-def prepare_directory(path: str) -> None:
-    """Make a directory, unless it is there, and see that files can be written to it.
-
-    Raises
-    ------
-    OSError
-        If not.
-    """
-    os.makedirs(path, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path):
-        pass
 
 
 @contextlib.contextmanager

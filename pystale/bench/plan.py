@@ -21,8 +21,8 @@ KERNELS: tuple[tuple[str, Callable[[], list[Side]]], ...] = (
     ("mask of 32,768 tokens, lists", kernels.mask_of_a_list),
     ("mask of 32,768 tokens, ModelSteps of 3 versions", kernels.mask_of_runs),
     ("mask of 16.8M tokens, int32", kernels.mask_of_a_batch),
-    ("is a token left to train? {} tokens, the last one is", kernels.token_left),
-    ("is a token left to train? list of 32,768, none is", kernels.no_token_left),
+    ("is a token left to train? the last of {}", kernels.token_left),
+    ("is a token left to train? none of a list of 32,768", kernels.no_token_left),
 )
 LONG_LISTS: tuple[tuple[str, Callable[[], list[Side]]], ...] = (
     ("put of 8 x 8,192 tokens in lists", buffers.put_of_long_lists),
