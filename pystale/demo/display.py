@@ -1,6 +1,7 @@
 """How a run looks: a live panel on a terminal, plain lines elsewhere; then one response and the report."""
 
 import asyncio
+import sys
 import textwrap
 import time
 import warnings
@@ -75,6 +76,8 @@ def show(
     NotKept
         When a checkpoint, the journal or the plots cannot be written later; after the report so far.
     """
+    if sys.platform == "win32":
+        raise ValueError("the demo needs POSIX's signals for Ctrl-C, and so does not run on Windows")
     if plots is not None:
         prepare_directory(plots)
     with warnings.catch_warnings(record=True) as caught:
