@@ -136,6 +136,21 @@ def test_what_does_not_fit_in_the_time_is_named():
 
 
 @pytest.mark.usefixtures("small")
+def test_what_was_stored_is_measured_however_long_storing_took(monkeypatch):
+    original = buffers.Stored.fill
+
+    def slow(self: Any, groups: int, report: Any) -> None:
+        original(self, groups, report)
+        bench._end = 0.0
+
+    monkeypatch.setattr(buffers.Stored, "fill", slow)
+    bench = Bench(60)
+    bench.run()
+    assert [pair.what for pair in bench.comparisons[-1].pairs] == ["take of the 64 stalest of 100 groups"]
+    assert bench.left_out == ["200 groups stored: the time is over; --seconds gives more"]
+
+
+@pytest.mark.usefixtures("small")
 def test_what_takes_too_long_to_store_is_named():
     bench = Bench(60, sizes=(100, 10**9))
     bench.run()
