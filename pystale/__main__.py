@@ -18,6 +18,8 @@ def main() -> int:
     try:
         from pystale.cli import run
 
+        if sys.stdout is None:  # closed by whoever started this: nobody reads
+            sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         code = run(sys.argv[1:])
         sys.stdout.flush()
         return code

@@ -47,6 +47,13 @@ cdef Py_ssize_t entries_of(values) except -1:
     return 0 if values is None else len(values)
 
 
+cdef Py_ssize_t per_token(values, str name) except -1:
+    """Entries of a field with one per token; what has no order, or is text, is refused."""
+    if type(values) is not list and isinstance(values, (str, dict, set, frozenset)):
+        raise TypeError(f"{name} must be a sequence or an array with one entry per token, got {type(values).__name__}")
+    return len(values)
+
+
 cdef int refuse_length(str name, Py_ssize_t entries, str of, Py_ssize_t tokens) except -1:
     raise ValueError(f"{name} has {entries} entries, {of} has {tokens}; one entry per response token is required")
 
@@ -80,14 +87,15 @@ def measure(state, steps, train_step=None):
     mask = state.response_mask
     logprobs = getattr(state, "logprobs", None)
     cdef Py_ssize_t stamped = entries_of(steps)
-    cdef Py_ssize_t tokens = stamped if ids is None else len(ids)
+    cdef Py_ssize_t tokens = stamped if ids is None else per_token(ids, "response_ids")
     cdef str of = "response_model_steps" if ids is None else "response_ids"
     if stamped and stamped != tokens:
         refuse_length("response_model_steps", stamped, of, tokens)
     if mask is not None and entries_of(mask) != tokens:
         refuse_length("response_mask", entries_of(mask), of, tokens)
-    if logprobs is not None and len(logprobs) not in (0, tokens):
-        refuse_length("logprobs", len(logprobs), of, tokens)
+    cdef Py_ssize_t scored = 0 if logprobs is None else per_token(logprobs, "logprobs")
+    if scored and scored != tokens:
+        refuse_length("logprobs", scored, of, tokens)
     if not tokens:
         return member
     member.tokens = tokens

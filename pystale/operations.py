@@ -115,6 +115,8 @@ class Operations:
 
     def refresh(self, train_step: int, statuses: Iterable[Any] | None = None) -> tuple[dict[str, int], Effects]:
         train_step = checked_int("train_step", train_step, at_least=1)
+        if isinstance(statuses, (str, Status)):
+            raise TypeError(f"statuses must be an iterable of statuses, got {statuses!r}; for one, give [{statuses!r}]")
         bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
         with collector_delayed(), self.lock:
             return self._refresh(train_step, bits)

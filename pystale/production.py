@@ -283,8 +283,8 @@ class Line:
         """Put a rollout into the buffer, or reject it there. Returns what became of it."""
         outcome = rollout.outcome
         if outcome not in (Status.FAILED, Status.FILTERED):
-            rollout.mark_unfinished()
             try:
+                rollout.mark_unfinished()
                 return await self.buffer.put(
                     rollout.group, self.task_name, model_step=rollout.model_step, train_step=self.train_step
                 )
@@ -296,8 +296,8 @@ class Line:
             await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         except (TypeError, ValueError):
             # It may be anything but well formed: a continued response that failed has steps for its earlier tokens
-            # only. It is counted by its tokens all the same.
-            rollout.group = rollout.without_per_token_fields()
+            # only, and an agent loop may have written to what is none of its business. It is counted all the same.
+            rollout.group = rollout.countable()
             await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         return outcome
 

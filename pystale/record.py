@@ -42,3 +42,8 @@ class Record:
 
     def __post_init__(self) -> None:
         self.tokens = sum([member.tokens for member in self.members])
+
+    @property
+    def is_agentic(self) -> bool:
+        """Whether the token rule, which is on, does not apply to the group: a member came with training tensors."""
+        return not self.masks_tokens and self.task.rule.token_stale_threshold is not None

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from pystale._objects import measure
 from pystale.pending import ended, resolved
 from pystale.report import score
-from pystale.state import Status, as_status, group_status, length, write_status
+from pystale.state import Status, as_status, group_status, write_status
 
 __all__ = ["AgentLoop", "IsValidSample", "Rollout", "RolloutController"]
 
@@ -19,6 +20,8 @@ IsValidSample = Callable[[Any], Awaitable[bool] | bool]
 
 # Fields that have one entry per response token, and that a buffer refuses when they have more or less.
 _PER_TOKEN = ("response_mask", "response_model_steps", "logprobs")
+# Fields that say which group it is; an agent loop has no business with them.
+_PLACE = ("group_id", "rerolls", "prompt_model_step")
 
 
 class AgentLoop(Protocol):
@@ -95,6 +98,7 @@ class Rollout:
         "_began",
         "_cut_off",
         "_kept_tokens",
+        "_place",
         "attempts",
         "error",
         "group",
@@ -116,6 +120,7 @@ class Rollout:
         self.seconds = 0.0
         self._began = began
         self._cut_off = True  # until generate_group has returned
+        self._place = {name: getattr(group[0], name, None) for name in _PLACE}
         self._kept_tokens = sum(
             _tokens(state) for state in group if partial or as_status(state.status) is Status.COMPLETED
         )
@@ -205,7 +210,10 @@ class Rollout:
         """Make the group FAILED."""
         self.outcome, self.error = Status.FAILED, reason
         for state in self.group:
-            write_status(state, Status.FAILED)
+            try:
+                write_status(state, Status.FAILED)
+            except (TypeError, ValueError):  # what it has is no status
+                state.status = Status.FAILED
 
     def mark_unfinished(self) -> None:
         """Make ABORTED what was not finished, so that a later round takes it up.
@@ -222,16 +230,21 @@ class Rollout:
         """Response tokens that were not there when the group was drawn, or were there and had to be dropped."""
         return max(sum(map(_tokens, self.group)) - self._kept_tokens, 0)
 
-    def without_per_token_fields(self) -> list[Any]:
-        """Copies of the states that a buffer can count even if it refused the originals."""
-        bare = [copy.copy(state) for state in self.group]
-        for state in bare:
-            for name in _PER_TOKEN:
+    def countable(self) -> list[Any]:
+        """Copies of the states that a buffer can count whatever came back: the group as drawn, with its tokens."""
+        copies = [copy.copy(state) for state in self.group]
+        for state in copies:
+            for name, value in {**dict.fromkeys(_PER_TOKEN), **self._place}.items():
                 if hasattr(state, name):
-                    setattr(state, name, None)
-        return bare
+                    setattr(state, name, value)
+            try:
+                measure(state, None)
+            except (TypeError, ValueError):  # no tokens either
+                state.response_ids = None
+        return copies
 
 
 def _tokens(state: Any) -> int:
     ids = state.response_ids
-    return length(state.response_model_steps) if ids is None else len(ids)
+    entries = state.response_model_steps if ids is None else ids
+    return len(entries) if hasattr(entries, "__len__") else 0

@@ -226,6 +226,8 @@ def encode(group: Record | Ticket, dump_ref: DumpRef | None) -> EncodedGroup:
         "key": group.key,
         "rerolls": group.rerolls,
     }
+    if isinstance(group, Record) and group.is_agentic:
+        header["agentic"] = True  # the member that had the training tensors may have been reset since
     if isinstance(group, Ticket):
         for position, state in enumerate(group.states):
             if isinstance(state, ForeignCopy):
@@ -404,6 +406,8 @@ def _restore(store: Store, header: dict[str, Any], states: list[Any]) -> int:
     """Store a group again; returns its response tokens."""
     task_name = _text(header, "task")
     arriving = read_group(states, task_name)
+    if header.get("agentic") is True:
+        arriving = arriving._replace(agentic=True)
     arrival, key, rerolls = _place(header)
     status = as_status(header.get("status"))
     expired = status is Status.EXPIRED

@@ -224,16 +224,28 @@ def entries_of(segment: Segment, load_ref: LoadRef | None) -> Generator[Entry, N
 
 
 def _refuse_damage(segment: Segment, fd: int, offset: int) -> None:
-    """Raise where a whole frame follows behind what is no frame at an offset: a crash tears only the last."""
+    """Raise where a whole frame follows behind what is no frame at an offset: a crash tears only the last.
+
+    One that was moved, by bytes that came in or went missing before it, has a checksum for another offset, but ends
+    where the next begins, or with the file.
+    """
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         later = data.find(MARK, offset + 1)
         while later >= 0:
-            if _body_at(fd, segment.seed, later) is not None:
+            end = _end_of_frame(data, later)
+            moved = end == len(data) or data[end : end + len(MARK)] == MARK
+            if moved or _body_at(fd, segment.seed, later) is not None:
                 raise CheckpointError(
                     f"{segment.path}: is damaged at offset {offset}: a whole frame follows at {later}, so this is no "
                     "torn end"
                 )
             later = data.find(MARK, later + 1)
+
+
+def _end_of_frame(data: mmap.mmap, offset: int) -> int:
+    """Where the frame at an offset says it ends; beyond the end of the data where there is no room for its head."""
+    head = data[offset : offset + _FRAME.size]
+    return offset + _FRAME.size + (_FRAME.unpack(head)[1] if len(head) == _FRAME.size else 0)
 
 
 def _body_at(fd: int, seed: int, offset: int) -> bytes | None:

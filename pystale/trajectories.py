@@ -22,17 +22,16 @@ def read_trajectories(
     min_model_step: ArrayLike, max_model_step: ArrayLike, padding_mask: ArrayLike | None
 ) -> Trajectories:
     """Check the arrays that :meth:`~pystale.OffPolicyAccumulator.add_steps` is given, and leave padding rows out."""
-    low, high = _rows("min_model_step", min_model_step), _rows("max_model_step", max_model_step)
+    padding = None if padding_mask is None else np.asarray(padding_mask)
+    if padding is not None and padding.size and padding.dtype.kind not in "biu":
+        raise TypeError(f"padding_mask must be boolean, got dtype {padding.dtype}")
+    low, high = (
+        _rows(name, values, padding)
+        for name, values in (("min_model_step", min_model_step), ("max_model_step", max_model_step))
+    )
     if low.shape != high.shape:
         raise ValueError(f"min_model_step has {low.size} entries, max_model_step has {high.size}")
-    real: NDArray[np.bool_] = np.ones(low.shape, dtype=bool)
-    if padding_mask is not None:
-        padding = np.asarray(padding_mask)
-        if padding.shape != low.shape:
-            raise ValueError(f"padding_mask has shape {padding.shape}, min_model_step has {low.shape}")
-        if padding.size and padding.dtype.kind not in "biu":
-            raise TypeError(f"padding_mask must be boolean, got dtype {padding.dtype}")
-        real = ~padding.astype(bool)
+    real: NDArray[np.bool_] = np.ones(low.shape, dtype=bool) if padding is None else ~padding.astype(bool)
     oldest, newest = _steps("min_model_step", low, real), _steps("max_model_step", high, real)
     known = real & (oldest >= 0) & (newest >= 0)
     wrong = np.flatnonzero(known & (oldest > newest))
@@ -42,7 +41,13 @@ def read_trajectories(
     return Trajectories(oldest[known], newest[known], int(real.sum()))
 
 
-def _rows(name: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
+def _rows(name: str, values: ArrayLike, padding: NDArray[Any] | None) -> NDArray[np.integer[Any]]:
+    if padding is not None:
+        rows = np.shape(values)
+        if padding.shape != rows:
+            raise ValueError(f"padding_mask has shape {padding.shape}, {name} has {rows}")
+        if isinstance(values, (list, tuple)):  # what pads it need not be integers
+            values = [0 if pads else value for value, pads in zip(values, padding.tolist(), strict=True)]
     array = as_integers(name, values)
     if array.ndim != 1:
         raise ValueError(f"{name} must be 1-D, one entry per trajectory, got shape {array.shape}")

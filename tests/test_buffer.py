@@ -1,5 +1,6 @@
 """The buffer's life cycle, taking and ordering, through its blocking calls."""
 
+import dataclasses
 import enum
 import gc
 import sys
@@ -716,6 +717,17 @@ def test_discarding_with_a_token_rule_warns_once_of_the_consequence():
         (lambda b: b.refresh_staleness(True), TypeError, "train_step"),
         (lambda b: b.refresh_staleness(2.0), TypeError, "train_step"),
         (lambda b: b.refresh_staleness(2, statuses=["nope"]), ValueError, "unknown status"),
+        (lambda b: b.refresh_staleness(2, statuses="completed"), TypeError, "statuses must be an iterable"),
+        (lambda b: b.refresh_staleness(2, statuses=Status.COMPLETED), TypeError, "statuses must be an iterable"),
+        *(
+            (
+                lambda b, f=field, v=value: b.put([dataclasses.replace(state([1, 1]), **{f: v})]),
+                TypeError,
+                f"{field} must be a sequence",
+            )
+            for field in ("response_ids", "logprobs")
+            for value in ("ab", {1: 2, 3: 4}, {1, 2}, frozenset((1, 2)))
+        ),
         (lambda b: b.put(group([1]), train_step=0), ValueError, "train_step"),
         (lambda b: b.put(group([1]), model_step=True), TypeError, "model_step"),
         (lambda b: b.put(group([1]), 3), TypeError, "task name"),

@@ -364,6 +364,14 @@ def test_an_interrupt_ends_it_with_a_report(moment, tmp_path):
     assert ("balances" in rest) is (moment == "step ")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["demo", "--steps", "2"], ["demo", "--nonsense"]])
+def test_started_without_an_output_it_does_its_work_quietly(arguments):
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *PYSTALE, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    assert done.returncode == (2 if "--nonsense" in arguments else 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_closed_pipe_ends_it_quietly(tmp_path):
     with started("demo", "--steps", "60", cwd=tmp_path) as process:
         assert process.stdout.readline()

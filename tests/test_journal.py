@@ -848,6 +848,20 @@ def test_damage_before_a_whole_frame_is_an_error_that_names_file_and_offset(writ
     make(path.parent).sync.resume(None)
 
 
+def test_bytes_that_came_in_or_went_missing_before_whole_frames_are_damage_and_no_torn_end(written):
+    """What follows has been acknowledged, though its checksums are for other offsets."""
+    path, _, ends = written
+    data = path.read_bytes()
+    for at in range(ends[0] + 1, ends[1] - 5, 29):
+        for forged in (data[:at] + b"\0" * 8 + data[at:], data[:at] + data[at + 5 :], data[:at] + data[at + 1 :]):
+            path.write_bytes(forged)
+            buffer = make(path.parent)
+            with pytest.raises(CheckpointError, match=f"is damaged at offset {ends[0]}: a whole frame follows"):
+                buffer.sync.resume(None)
+            buffer.sync.close()
+            assert path.read_bytes() == forged
+
+
 def test_frames_that_are_missing_moved_or_repeated_are_damage(written):
     path, _, ends = written
     data = path.read_bytes()

@@ -36,6 +36,17 @@ def test_padding_rows_count_for_nothing_whatever_they_hold(junk):
     assert padded == off_policy_metrics([7, 9], [9, 9], train_step=11)
 
 
+@pytest.mark.parametrize("junk", [float("nan"), None, "pad", 2**70, 0.5])
+def test_padding_rows_of_a_list_need_not_even_hold_integers(junk):
+    for rows in (list, tuple):
+        low, high = rows([7, junk, 9]), rows([junk, 9, 9])
+        assert off_policy_metrics(low, high, train_step=11, padding_mask=[True, True, False]) == off_policy_metrics(
+            [9], [9], train_step=11
+        )
+    with pytest.raises(TypeError, match="max_model_step must hold integers"):
+        off_policy_metrics([7, 9, 9], [junk, 9, 9], train_step=11, padding_mask=[False, True, False])
+
+
 def test_the_newest_token_says_the_least_age_and_the_oldest_the_worst():
     metrics = off_policy_metrics([3], [8], train_step=9)
     assert metrics[f"{P}/trajectory_spans/mean"] == 6

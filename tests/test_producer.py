@@ -563,6 +563,55 @@ def test_a_group_the_buffer_refuses_is_counted_as_failed(fields, reason):
     assert line.buffer.ledger()["discarded"] == {"failed": 3}
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"group_id": 999},
+        {"group_id": None},
+        {"group_id": 1.5},
+        {"status": None},
+        {"status": 7},
+        {"rerolls": "x"},
+        {"rerolls": -1},
+        {"prompt_model_step": -5},
+        {"prompt_model_step": "new"},
+        {"response_ids": "abc"},
+        {"response_ids": 5},
+        {"response_ids": {1: 2}},
+        {"logprobs": 0.5},
+        {"logprobs": "abc"},
+        {"response_model_steps": "abc"},
+        {"response_mask": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("from_a_pool", [False, True])
+def test_whatever_an_agent_loop_writes_into_a_group_it_is_counted_and_the_round_goes_on(written, member, from_a_pool):
+    """The first member's group_id says which group came back, so writing that counts as a try that failed."""
+
+    async def act(_loop, members):
+        for state in members:
+            state.response_ids, state.response_model_steps, state.status = [7, 7], [0, 0], C
+        for name, value in written.items():
+            setattr(members[member], name, value)
+
+    number = "old" if from_a_pool else 0
+    line = Line(ScriptedLoop(acts={number: act}), group_size=2, max_staleness=4, enable_partial_rollout=True)
+
+    async def main():
+        if from_a_pool:
+            await line.buffer.put(group([0, 0, 0], [0], status=A, group_id="old"), train_step=1)
+        return await line.produce(2)
+
+    report = run(main())
+    assert (report.failed, report.completed, line.stored()) == (1, 2, {C: 2})
+    ledger = line.buffer.ledger()
+    assert ledger["in_flight"] == 0
+    assert ledger["stored"] == 2 * 2 * 3
+    assert len(set(balance(ledger))) == 1
+
+
 @pytest.mark.parametrize("ending", ["failed", "filtered", "refused"])
 def test_a_group_from_the_pools_that_ends_badly_is_settled(ending):
     """Its tokens are not left in flight, and the buffer forgets it."""

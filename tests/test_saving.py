@@ -573,3 +573,20 @@ def test_a_cancelled_resume_loads_nothing(tmp_path, monkeypatch):
     assert len(buffer) == 0
     buffer.sync.resume(tmp_path)
     assert len(buffer) == 6
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_group_stays_agentic_when_the_member_with_training_tensors_was_reset(tmp_path, resumes):
+    """Its other member has no fresh token, which is none of the token rule's business; nor is it after a resume."""
+    buffer = ReplayBuffer(StalenessRule(2, 0), tail_batch_trigger_size=0)
+    buffer.sync.put([state([1], group_id=1, input_ids=[1]), state([3, 3], group_id=1)], train_step=4)
+    assert buffer.sync.refresh_staleness(5) == {"default": 1}
+    if resumes:
+        for number in range(2):  # also what was saved by a buffer that was resumed itself
+            buffer.sync.save(tmp_path / str(number))
+            buffer = ReplayBuffer(StalenessRule(2, 0), tail_batch_trigger_size=0)
+            buffer.sync.resume(tmp_path / str(number))
+    assert buffer.sync.refresh_staleness(5) == {"default": 0}
+    assert buffer.ledger()["discarded"] == {"expired": 1}
+    ((reset, kept),) = buffer.sync.get(1, status=Status.EXPIRED)
+    assert (reset.status, kept.status) == (Status.EXPIRED, Status.COMPLETED)
