@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "GREY", "INK", "WIDTH", "new_figure", "save", "shades", "tokens_axis"]
+__all__ = ["COLOURS", "GREY", "INK", "WIDTH", "legend", "new_figure", "save", "shades", "tokens_axis"]
 
 WIDTH, HEIGHT, DPI = 9.0, 5.0, 140  # inches, inches, dots per inch
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -54,6 +54,23 @@ def new_figure(title: str, x: str, y: str, *, height: float = HEIGHT) -> tuple[F
         axes.set_xlabel(x)
         axes.set_ylabel(y)
     return figure, axes
+
+
+def legend(figure: Figure, *, columns: int = 3, title: str | None = None) -> None:
+    """A legend below the axes, where there is something to explain."""
+    (axes,) = figure.axes
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            title=title,
+            frameon=False,
+            fontsize=12,
+            title_fontsize=12,
+        )
 
 
 def save(figure: Figure, directory: str | os.PathLike[str], name: str) -> str:

@@ -7,7 +7,7 @@ from matplotlib.ticker import LogLocator
 
 from pystale.bench.comparison import Comparison, Pair
 from pystale.bench.table import duration, times
-from pystale.plots import COLOURS, GREY, INK, new_figure, save
+from pystale.plots import COLOURS, GREY, INK, legend, new_figure, save
 
 __all__ = ["write_plots"]
 
@@ -85,5 +85,5 @@ def _stored(comparisons: Sequence[Comparison], directory: str | os.PathLike[str]
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: duration(value))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=12)
+    legend(figure, columns=2)
     return save(figure, directory, "stored")

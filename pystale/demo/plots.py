@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pystale.demo.record import Record
-from pystale.plots import COLOURS, GREY, INK, new_figure, save, shades, tokens_axis
+from pystale.plots import COLOURS, GREY, INK, legend, new_figure, save, shades, tokens_axis
 
 __all__ = ["write_report"]
 
@@ -55,7 +55,7 @@ def _reward(record: Record, directory: str | os.PathLike[str]) -> str:
     for done in record.continued_after:
         axes.axvline(done + 0.5, color=INK, linestyle=":", linewidth=1.2)
     axes.set_ylim(0, 1)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=12)
+    legend(figure, columns=2)
     return save(figure, directory, "reward")
 
 
@@ -78,7 +78,7 @@ def _staleness(record: Record, directory: str | os.PathLike[str]) -> str:
     axes.set_ylim(0, 1.1 * max(tallest, 1))
     axes.grid(visible=False, axis="x")
     tokens_axis(axes.yaxis)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=12)
+    legend(figure, columns=2)
     return save(figure, directory, "staleness")
 
 
@@ -104,7 +104,7 @@ def _staleness_over_steps(record: Record, directory: str | os.PathLike[str]) -> 
     axes.set_ylim(0, 100)
     axes.set_xlim(0.5, record.steps + 0.5)
     axes.grid(visible=False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=12)
+    legend(figure, columns=4)
     return save(figure, directory, "staleness_over_steps")
 
 
@@ -156,5 +156,5 @@ def _latency(record: Record, directory: str | os.PathLike[str]) -> str:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     axes.set_xlim(0, record.steps + 1)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=12, markerscale=2)
+    legend(figure, columns=2)
     return save(figure, directory, "latency")
