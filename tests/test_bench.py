@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -274,6 +275,55 @@ def test_in_a_pipe_nothing_moves(process):
     assert "\x1b" not in out
     assert "mask of 32,768 tokens, int32" in out
     assert "1,000,000 groups stored: the time is over" in out
+
+
+def on_a_terminal(*arguments: str, interrupt_after: str = "", **changed: str) -> tuple[int, str]:
+    """Exit code and output of the command on a pseudo-terminal 130 columns wide."""
+    master, slave = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "130", **changed}
+    command = [sys.executable, "-c", SAYS_WHEN_IT_BEGINS, "bench", *arguments]
+    written = b""
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        while True:
+            try:
+                piece = os.read(master, 65536)
+            except OSError:  # EIO: nobody has the other end any more
+                break
+            if not piece:
+                break
+            written += piece
+            if interrupt_after and interrupt_after in written.decode(errors="ignore"):
+                interrupt_after = ""
+                process.send_signal(signal.SIGINT)
+        code = process.wait(PATIENCE_S)
+    os.close(master)
+    return code, written.decode(errors="ignore")
+
+
+def test_a_terminal_shows_progress_and_a_table():
+    code, screen = on_a_terminal("--seconds", "1")
+    assert code == 0
+    assert "│" in screen
+    assert "list comprehension" in screen
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_ctrl_c_on_a_terminal():
+    code, screen = on_a_terminal("--seconds", "600", interrupt_after="mask of 32,768 tokens, lists")
+    assert code == 130
+    assert "Traceback" not in screen
+    assert "mask of 32,768 tokens, int32" in screen
+    assert "this is what was measured until then" in screen
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    code, screen = on_a_terminal("--seconds", "1", TERM="dumb")
+    assert code == 0
+    assert "\x1b" not in screen
+    assert "| mask of 32,768 tokens, int32" in screen
 
 
 def test_a_closed_pipe_ends_it_quietly(process):

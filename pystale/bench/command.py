@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from pystale.bench.comparison import Disagreement
+from pystale.bench.comparison import CLOCK, Disagreement
 from pystale.bench.machine import description, words
 from pystale.bench.plan import Bench
 from pystale.bench.table import HEADINGS, cells, document, markdown
@@ -19,6 +19,7 @@ from pystale.files import prepare_directory
 __all__ = ["Disagreement", "show"]
 
 INTERRUPTED = 130
+CLOCK_IN_WORDS = "processor time" if CLOCK == "process_time" else "wall time"
 
 
 def show(seconds: float, *, as_json: bool = False, plots: str | None = None) -> int:
@@ -70,7 +71,7 @@ def _progress() -> Iterator[Progress]:
 
 
 def _print(bench: Bench, machine: dict[str, Any], written: list[str], *, interrupted: bool) -> None:
-    notes = [f"Medians of interleaved rounds, results compared before. {words(machine)}."]
+    notes = [f"Medians of interleaved rounds, {CLOCK_IN_WORDS}, results compared before. {words(machine)}."]
     notes += [f"Left out: {each}." for each in bench.left_out]
     notes += [f"plot {path}" for path in written]
     notes += ["interrupted: this is what was measured until then"] if interrupted else []

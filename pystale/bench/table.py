@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pystale.bench.comparison import Comparison, Pair
+from pystale.bench.comparison import CLOCK, Comparison, Pair
 
 __all__ = ["HEADINGS", "cells", "document", "duration", "markdown", "times"]
 
@@ -61,6 +61,7 @@ def document(
     return {
         "pystale_bench": SCHEMA,
         "machine": machine,
+        "clock": CLOCK,
         "interrupted": interrupted,
         "left_out": list(left_out),
         "comparisons": [
