@@ -3,10 +3,12 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from pystale.bench.plan import Bench
 from pystale.bench.table import cells, duration, markdown, times
 
 PATIENCE_S = 120
+TITLES = (*plan.KERNELS, *plan.LONG_LISTS, *plan.STORED)
 SMALL: list[tuple[str, Any]] = [
     ("mask of an array", lambda: kernels.mask_of_an_array(300)),
     ("mask of a list", lambda: kernels.mask_of_a_list(300)),
@@ -167,6 +170,18 @@ def test_what_does_not_fit_in_the_memory_is_named(monkeypatch, available, words)
     bench.run()
     assert bench.left_out == [f"200 groups stored: this takes 0.0 GB; the memory {words}"]
     assert len(bench.comparisons[-1].pairs) == 1
+
+
+def test_readme_shows_what_it_prints():
+    """The lines of README's table of speeds are those of the command."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    speed = readme.partition("[start:speed]")[2].partition("[end:speed]")[0]
+    lines = re.findall(r"^\| (.+?) \|", speed, re.MULTILINE)
+    known = [re.escape(title).replace(re.escape("{}"), "[0-9,]+") for title, *_ in TITLES]
+    assert "pystale bench" in speed
+    assert lines[0] == "what"
+    assert [line for line in lines[1:] if not any(re.fullmatch(title, line) for title in known)] == []
+    assert all(any(re.fullmatch(title, line) for line in lines) for title in known)
 
 
 @pytest.mark.usefixtures("small")
