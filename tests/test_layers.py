@@ -83,7 +83,7 @@ LAYERS = (
         "tasks",
     ),
     ("integrations",),
-    ("cli", "demo", "__main__"),
+    ("bench", "cli", "demo", "__main__", "plots"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # `pystale` itself gathers what users need, and is imported only by what stands above all it gathers.
