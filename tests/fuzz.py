@@ -1,7 +1,8 @@
 """Runs one target of fuzz_targets.py under a fuzzer: ``python tests/fuzz.py TARGET [--seconds N]``.
 
 Needs atheris, which is libFuzzer for Python: it is guided by which lines of pystale an input reaches. Compiled code is
-not seen by it, but is watched by AddressSanitizer if that is how pystale was built. Starts from the inputs that are
+not seen by it, but is watched by AddressSanitizer if that is how pystale was built. An editable install is not seen
+either. Starts from the inputs that are
 kept; prints the first one that fails, in base64, and exits with another status than 0. Keep that input, under
 ``fixtures/fuzz``, when the fault is mended.
 """
@@ -15,7 +16,7 @@ import atheris
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    with atheris.instrument_imports(include=["pystale"]):
+    with atheris.instrument_imports(include=["pystale", "fuzz_targets"]):
         from fuzz_targets import CORPUS, TARGETS
 
 

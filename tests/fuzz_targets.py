@@ -60,8 +60,8 @@ class Source:
 
     def steps(self) -> list[int]:
         values: list[int] = []
-        for _ in range(self.integer() % 12):
-            length = self.pick((1, 1, 2, 3, 9, 63, 700, 1025))
+        for _ in range(self.integer() % 8):
+            length = self.pick((1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 5, 9, 16, 63, 130, 1025))
             values += [self.step()] * length
         return values
 
