@@ -18,8 +18,18 @@ from typing import Any
 import numpy as np
 from rollouts import balance
 
-from pystale import CheckpointError, ModelSteps, ReplayBuffer, StalenessRule, _objects, _reference
-from pystale import effective_mask, has_trainable_token, refresh_batch, seq_staleness  # fmt: skip
+from pystale import (
+    CheckpointError,
+    ModelSteps,
+    ReplayBuffer,
+    StalenessRule,
+    _objects,
+    _reference,
+    effective_mask,
+    has_trainable_token,
+    refresh_batch,
+    seq_staleness,
+)
 from pystale.checkpoint_reader import read_checkpoint
 
 __all__ = ["CORPUS", "TARGETS"]
