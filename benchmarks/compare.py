@@ -2,10 +2,11 @@
 
 One file: within each group, how many times faster every "after" is than every "before". Two files: every benchmark of
 the second run against the same benchmark of the first; exit status 1 if one takes more than ``--limit`` times as long.
+More files are more runs of the two, in turn: A B A B. Each benchmark counts with the median of its runs.
 
     pytest benchmarks --benchmark-json=benchmark-run.json
     python benchmarks/compare.py benchmark-run.json
-    python benchmarks/compare.py benchmark-base.json benchmark-new.json --limit 1.25
+    python benchmarks/compare.py base-1.json new-1.json base-2.json new-2.json --limit 1.25
 
 A benchmark is a "before" or an "after" if its name says so, as a word of the function's name or in its parameters
 (``test_mask_before_numpy``, ``test_mask[after-32768]``). A before and an after are compared if they are in one group
@@ -15,8 +16,9 @@ and their parameters, without that word, are the same.
 import argparse
 import json
 import re
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,38 +119,49 @@ def before_and_after(run: dict[str, Any]) -> tuple[str, bool]:
     return text + listing("Measured without a counterpart", alone), True
 
 
-def old_and_new(old: dict[str, Any], new: dict[str, Any], limit: float) -> tuple[str, bool]:
-    """Table of two runs, slowest-grown first, and whether no ratio is above `limit`."""
-    first, second = ({b["fullname"]: b["stats"]["median"] for b in run["benchmarks"]} for run in (old, new))
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of every benchmark that all of the runs have: the median of its medians."""
+    found = [{b["fullname"]: b["stats"]["median"] for b in run["benchmarks"]} for run in runs]
+    names = set[str].intersection(*map(set, found))
+    return {name: statistics.median(run[name] for run in found) for name in names}
+
+
+def old_and_new(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], limit: float) -> tuple[str, bool]:
+    """Table of the runs of two states, slowest-grown first, and whether no ratio is above `limit`."""
+    first, second = medians(old), medians(new)
     shared = sorted(first.keys() & second.keys(), key=lambda name: first[name] / second[name])
     if not shared:
         raise ValueError("the two files have no benchmark in common")
     ratios = {name: second[name] / first[name] for name in shared}
     marks = {name: f"**{times(ratio)}**" if ratio > limit else times(ratio) for name, ratio in ratios.items()}
     rows = [[name, duration(first[name]), duration(second[name]), marks[name]] for name in shared]
+    counted = f"{len(old)} runs of each" if len(old) > 1 else "a run of each"
     over = sum(ratio > limit for ratio in ratios.values())
     text = table(["benchmark", "first", "second", "second / first"], rows)
-    text += f"\n\nMedians; {over} of {len(shared)} above the limit of {limit:g}x."
-    if machine(old) != machine(new):
-        text += f" Different machines ({machine(old)}; {machine(new)}): the ratios say little."
+    text += f"\n\nMedians of {counted}; {over} of {len(shared)} above the limit of {limit:g}x."
+    if len(machines := sorted({machine(run) for run in (*old, *new)})) > 1:
+        text += f" Different machines ({'; '.join(machines)}): the ratios say little."
     text += listing("Only in the first", sorted(first.keys() - second.keys()))
     return text + listing("Only in the second", sorted(second.keys() - first.keys())), over == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Markdown tables of median ratios from pytest-benchmark's JSON files.")
-    parser.add_argument("first", type=Path, help="JSON file of one run, or of the earlier of two")
-    parser.add_argument("second", type=Path, nargs="?", help="JSON file of the later run")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="JSON file of one run; or of runs of two states, in turn"
+    )
     parser.add_argument("--limit", type=float, default=1.25, help="largest second / first that passes (default 1.25)")
     arguments = parser.parse_args()
     if not arguments.limit > 0:
         parser.error(f"--limit must be a positive ratio, got {arguments.limit}")
+    if len(arguments.files) > 1 and len(arguments.files) % 2:
+        parser.error(f"runs of two states go in turn, first second first second; got {len(arguments.files)} files")
     try:
-        first = load(arguments.first)
-        if arguments.second is None:
-            text, passed = before_and_after(first)
+        runs = [load(path) for path in arguments.files]
+        if len(runs) == 1:
+            text, passed = before_and_after(runs[0])
         else:
-            text, passed = old_and_new(first, load(arguments.second), arguments.limit)
+            text, passed = old_and_new(runs[::2], runs[1::2], arguments.limit)
     except ValueError as error:
         parser.error(str(error))
     print(text)

@@ -11,8 +11,19 @@
 #include <immintrin.h>
 #endif
 
-// Everything that a clone calls must be inlined into it, or it would run at the baseline.
+// Everything that a clone calls must be inlined into it, or it would run at the baseline. MSVC makes no clones.
+#if defined(_MSC_VER) && !defined(__clang__)
+#include <stdlib.h>
+#define PYSTALE_INLINE
+#define PYSTALE_SWAP16 _byteswap_ushort
+#define PYSTALE_SWAP32 _byteswap_ulong
+#define PYSTALE_SWAP64 _byteswap_uint64
+#else
 #define PYSTALE_INLINE __attribute__((always_inline))
+#define PYSTALE_SWAP16 __builtin_bswap16
+#define PYSTALE_SWAP32 __builtin_bswap32
+#define PYSTALE_SWAP64 __builtin_bswap64
+#endif
 
 namespace pystale::loops {
 namespace {
@@ -128,9 +139,9 @@ template <class T, bool swapped>
 PYSTALE_INLINE inline T load(const std::byte* at) noexcept {
     T value;
     std::memcpy(&value, at, sizeof value);
-    if constexpr (swapped && sizeof(T) == 2) value = __builtin_bswap16(value);
-    if constexpr (swapped && sizeof(T) == 4) value = __builtin_bswap32(value);
-    if constexpr (swapped && sizeof(T) == 8) value = __builtin_bswap64(value);
+    if constexpr (swapped && sizeof(T) == 2) value = static_cast<T>(PYSTALE_SWAP16(value));
+    if constexpr (swapped && sizeof(T) == 4) value = static_cast<T>(PYSTALE_SWAP32(value));
+    if constexpr (swapped && sizeof(T) == 8) value = static_cast<T>(PYSTALE_SWAP64(value));
     return value;
 }
 

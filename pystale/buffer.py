@@ -131,8 +131,9 @@ class ReplayBuffer:
     is verl's rule (``wait``), and it looks one step ahead: where more than a batch is about to become too old at once,
     what is beyond the batch expires as ever. With ``max_staleness`` 0 or 1 that happens only if more is begun than can
     be trained in time (by version v more than v + max_staleness + 1 batches), as oversampling does. With more, work of
-    several steps can come late together. ``report().lengths`` shows what was dropped, and whether it was the long
-    responses.
+    several steps can come late together. Unfinished work that waits in the ABORTED pool is not in flight. And the rule
+    is about the oldest token: a response that lands in time without a fresh token still expires by the token rule.
+    ``report().lengths`` shows what was dropped, and whether it was the long responses.
 
     Examples
     --------

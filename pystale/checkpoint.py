@@ -103,7 +103,7 @@ from safetensors.numpy import save as save_tensors
 
 from pystale.checkpoint_files import begin_writing, delete_dead, directory_lock, end_writing, names_in
 from pystale.columns import Array, Columns
-from pystale.files import delete, sync_directory, write_new
+from pystale.files import check_durable_files, delete, sync_directory, write_new
 from pystale.payload import EncodedGroup, encode_document, encode_group
 from pystale.state import RolloutState
 from pystale.strict_json import dump_json
@@ -158,6 +158,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        check_durable_files("checkpoints")
         self._directory = Path(os.path.abspath(directory))
         if self._directory.exists() and not self._directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a checkpoint is a directory, this is a file", str(self._directory))

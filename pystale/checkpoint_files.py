@@ -1,14 +1,13 @@
 """The files of a checkpoint directory: their names, whose they are, and which of them nobody needs any more."""
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from pystale.files import delete
+from pystale.files import delete, lock
 
 __all__ = ["DATA_FILE", "begin_writing", "delete_dead", "directory_lock", "end_writing", "names_in"]
 
@@ -25,7 +24,7 @@ def begin_writing(directory: Path) -> tuple[str, int]:
         path = directory / f"writing-{token}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # no locks here: nobody can tell that this writer lives, nobody deletes
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock(fd, wait=True)
         # Between creation and lock a committing writer may have taken the file for a dead one's and deleted it.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
@@ -45,7 +44,7 @@ def directory_lock(directory: Path) -> Iterator[bool]:
     try:
         locked = True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock(fd, wait=True)
         except OSError:
             locked = False
         yield locked
@@ -68,14 +67,14 @@ def delete_dead(directory: Path, own: str) -> None:
         if match and match[1] != own:
             files.setdefault(match[1], []).append(name)
     for token, names in files.items():
-        lock = f"writing-{token}.lock"
+        held = f"writing-{token}.lock"
         fd = -1
         try:
-            if lock in names:
-                fd = os.open(directory / lock, os.O_RDWR | os.O_CLOEXEC)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if held in names:
+                fd = os.open(directory / held, os.O_RDWR | os.O_CLOEXEC)
+                lock(fd, wait=False)
             # The lock goes last: without it the rest still counts as a dead writer's.
-            delete(directory / name for name in sorted(names, key=lambda name: name == lock))
+            delete(directory / name for name in sorted(names, key=lambda name: name == held))
         except OSError:  # locked, so alive; or it has just ended
             continue
         finally:

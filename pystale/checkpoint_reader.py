@@ -18,6 +18,7 @@ from pystale.collector import collector_paused
 from pystale.columns import Array, ColumnReader, Malformed
 from pystale.decoding import decode_document, decode_group
 from pystale.field_types import LoadRef
+from pystale.files import check_durable_files
 from pystale.state import RolloutState
 from pystale.strict_json import parse_json
 
@@ -69,6 +70,7 @@ def read_checkpoint_into(
     CheckpointError
         When there is no checkpoint, or it is damaged, truncated, foreign, or of a newer schema.
     """
+    check_durable_files("checkpoints")
     path = Path(os.path.abspath(directory)) / DOCUMENT
     raw = _read(path)
     while True:

@@ -204,11 +204,20 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write plots (PNG) and the record of the run (JSON) to this directory.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> Callable[[], int]:
     given = {
         name: value
         for name, value in context.params.items()
-        if name not in ("mode", "engine", "checkpoint", "checkpoint_every", "trace") and _was_given(context, name)
+        if name not in ("mode", "engine", "checkpoint", "checkpoint_every", "trace", "report")
+        and _was_given(context, name)
     }
     try:
         settings = Settings.of_mode(mode, **given)
@@ -222,9 +231,54 @@ def demo(
         raise typer.BadParameter("--trace is empty; name a file")
     if engine == "ray" and trace is not None:
         raise typer.BadParameter("--trace records a run with --engine local only; leave one of the two out")
+    if report == "":
+        raise typer.BadParameter("--report is empty; name a directory")
     if engine == "ray" and checkpoint is not None:
         raise typer.BadParameter("--checkpoint keeps a run with --engine local only; leave one of the two out")
-    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, trace)
+    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, trace, report)
+
+
+@app.command(
+    help="Measure on this machine what pystale saves, in about a minute.\n\n"
+    "Masks, the question whether a token is left to train, put, refresh and take are compared with list "
+    "comprehensions and NumPy. Both sides must give the same results before they are timed, in turn. Ctrl-C ends it "
+    "with what was measured so far."
+)
+def bench(
+    seconds: Annotated[
+        int,
+        typer.Option(
+            parser=_integer(1, 3600),
+            metavar="N",
+            help="Time for all of it. What does not fit in is left out, and named.",
+        ),
+    ] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
+    ] = None,
+) -> Callable[[], int]:
+    if plot == "":
+        raise typer.BadParameter("--plot is empty; name a directory")
+    return functools.partial(_bench, seconds, as_json, plot)
+
+
+def _bench(seconds: int, as_json: bool, plots: str | None) -> int:
+    from pystale.bench.command import Disagreement, show
+
+    try:
+        if plots is not None:
+            _need_matplotlib("--plot")
+        return show(seconds, as_json=as_json, plots=plots)
+    except BrokenPipeError:
+        raise
+    except Disagreement as error:
+        _refuse(str(error))
+        return 1
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
 def _limits(*, none: bool) -> Callable[[str], list[int | None]]:
@@ -302,9 +356,9 @@ def replay(
 def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: str | None, **options: Any) -> int:
     from pystale.replay.command import show
 
-    if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        return _refuse("--plot needs matplotlib; install it with: pip install 'pystale[cli]'")
     try:
+        if plots is not None:
+            _need_matplotlib("--plot")
         return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
     except BrokenPipeError:
         raise
@@ -314,18 +368,27 @@ def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: 
         return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
+def _need_matplotlib(option: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib; install it with: pip install 'pystale[cli]'")
+
+
 def _was_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str, trace: str | None) -> int:
+def _demo(
+    settings: Settings, checkpoint: str | None, every: int, engine: str, trace: str | None, plots: str | None
+) -> int:
     from pystale.demo.checkpoint import RunDirectory
     from pystale.demo.display import NotKept, show
 
     directory = None if checkpoint is None else RunDirectory(checkpoint, every)
     try:
-        return show(settings, directory, None if engine == "local" else _on_ray(), trace)
+        if plots is not None:
+            _need_matplotlib("--report")
+        return show(settings, directory, None if engine == "local" else _on_ray(), trace, plots=plots)
     except BrokenPipeError:
         raise
     except NotKept as error:

@@ -38,11 +38,10 @@ class InFlight:
     def reserve(self, group_id: Any, task_name: str, model_step: int) -> Reservation:
         task_name, group_id = checked_task_name(task_name), checked_group_id(group_id)
         model_step = checked_int("model_step", model_step, at_least=0)
-        store = self._operations.store
-        store.settings(task_name)
+        self._operations.store.settings(task_name)
         reservation = Reservation(task_name, group_id, model_step, time.monotonic(), self._release)
         with self._operations.lock:
-            if (task_name, group_id) in store.numbers:
+            if (task_name, group_id) in self._operations.store.numbers:
                 raise ValueError(
                     f"group {group_id!r} of task {task_name!r} is stored; what is in flight was taken out first"
                 )

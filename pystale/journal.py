@@ -10,7 +10,6 @@ on ``journal.lock``; on file systems without locks nothing keeps two from using 
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pystale.files import delete, sync_directory, write_all
+from pystale.files import check_durable_files, delete, lock, sync_directory, write_all
 from pystale.payload import EncodedGroup
 from pystale.segment import (
     Appended,
@@ -85,6 +84,7 @@ class Journal:
         self.directory = Path(os.path.abspath(directory))
         self.order = order
         self.delay = delay
+        check_durable_files("journals")
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a journal is a directory, this is a file", str(self.directory))
         # Directories whose new entries have to be synced before anything in the journal counts.
@@ -398,7 +398,7 @@ def _locked(path: Path) -> int:
     """Descriptor that holds the lock of a directory."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(fd, wait=False)
     except BlockingIOError:
         user = os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from pystale.buffer import ReplayBuffer
 from pystale.pending import PendingTasks, resolved, to_the_end, together
 from pystale.plan import Plan, oversampled, pools_to_draw_from
 from pystale.report import ProduceBatchStatus, ProduceReport, ProductionStalled
+from pystale.reservations import StragglersOverdue, described
 from pystale.rollout import AgentLoop, IsValidSample, Rollout
 from pystale.sampler import PromptsExhausted, Sampler
 from pystale.state import Status
@@ -338,7 +340,12 @@ class Line:
             while any(r.reservation is not None and r.reservation.model_step <= last for r in self.pending.running()):
                 left = began + limit - self.clock()
                 if left <= 0:
-                    raise buffer.operations.in_flight.overdue({self.task_name: self.train_step}, limit)
+                    found = [r.reservation for r in self.pending.running() if r.reservation is not None]
+                    raise StragglersOverdue(
+                        f"task {self.task_name!r}, train_step {self.train_step}, model_step {self.model_step}: work "
+                        f"that would be too old for step {self.train_step + 1} has not come back within {limit} s. "
+                        f"{described(found, time.monotonic())}. {self.counts()}"
+                    )
                 await self.pending.wait(left)
                 await to_the_end(self.collect())
         finally:
@@ -368,13 +375,19 @@ class Line:
         pools = ", ".join(f"{status.name} {n}" for status, n in stored.items() if n) or "nothing"
         message = (
             f"task {name!r}, train_step {self.train_step}, model_step {self.model_step}: {why}. "
-            f"Wanted {plan.target - self.consumed()} COMPLETED groups, stored: {pools}. "
-            f"{self.period} drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
-            f"{report.expired} expired, {report.failed} failed, {report.filtered} filtered, {report.retried} retries"
-            + (", in tail batch mode" if plan.tail_batch else "")
-            + f". Last error: {report.last_error or 'none'}"
+            f"Wanted {plan.target - self.consumed()} COMPLETED groups, stored: {pools}. {self.counts()}"
         )
         return (PromptsExhausted if exhausted else ProductionStalled)(message)
+
+    def counts(self) -> str:
+        """What was drawn and what became of it, for a message."""
+        report = self.report
+        return (
+            f"{self.period} drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
+            f"{report.expired} expired, {report.failed} failed, {report.filtered} filtered, {report.retried} retries"
+            + (", in tail batch mode" if self.plan.tail_batch else "")
+            + f". Last error: {report.last_error or 'none'}"
+        )
 
     # Stopping
 

@@ -45,13 +45,13 @@ class Record:
         self.tokens = sum([member.tokens for member in self.members])
 
     @property
-    def is_agentic(self) -> bool:
-        """Whether the token rule, which is on, does not apply to the group: a member came with training tensors."""
-        return not self.masks_tokens and self.task.rule.token_stale_threshold is not None
-
-    @property
     def trained_states(self) -> Group:
         """States that are handed to training: all but the members left out."""
         if not self.left_out:
             return self.states
         return [state for state in self.states if as_status(state.status) is not Status.EXPIRED]
+
+    @property
+    def is_agentic(self) -> bool:
+        """Whether the token rule, which is on, does not apply to the group: a member came with training tensors."""
+        return not self.masks_tokens and self.task.rule.token_stale_threshold is not None

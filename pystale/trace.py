@@ -49,6 +49,10 @@ GATHER_SECONDS = 0.05
 # What a line that is not a dict of its own takes on top of its members.
 HEAD_BYTES = 400
 
+# Windows closes files in new processes by itself, and has a text mode that must be off.
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+NEW_FILE |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
 # What a line says, but for the members of its group; and these, as JSON.
 Line = tuple[dict[str, Any], bytes]
 
@@ -315,7 +319,7 @@ class _Lines:
         self.path = os.path.abspath(path)
         self.lost_in_all = 0
         try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._file = os.open(self.path, NEW_FILE, 0o666)
         except FileExistsError:
             raise FileExistsError(
                 errno.EEXIST, "exists; a recorded run is not overwritten, name another file", self.path

@@ -48,6 +48,28 @@ def test_a_run_past_the_limit_fails_and_comes_first(write):
     assert out.index("test_y") < out.index("test_x")
 
 
+def test_several_runs_in_turn_count_with_their_medians(write):
+    medians = [("base-1", 2.0), ("new-1", 2.0), ("base-2", 1.0), ("new-2", 9.0), ("base-3", 3.0), ("new-3", 2.5)]
+    code, out, _ = compare(*(write(name, {"test_x": seconds}) for name, seconds in medians))
+    assert code == 0
+    assert "test_x | 2 s | 2.5 s | 1.25x |" in out
+    assert "Medians of 3 runs of each" in out
+
+
+def test_a_benchmark_must_be_in_all_runs_of_a_state_to_count(write):
+    runs = [write("a", {"test_x": 1.0}), write("b", {"test_x": 1.0, "test_y": 1.0})]
+    runs += [write("c", {"test_x": 1.0, "test_y": 1.0}), write("d", {"test_x": 1.0, "test_y": 1.0})]
+    code, out, _ = compare(*runs)
+    assert code == 0
+    assert "Only in the second:\n\n- benchmarks/bench_a.py::test_y" in out
+
+
+def test_an_odd_number_of_runs_is_refused(write):
+    code, out, err = compare(*(write(name, {"test_x": 1.0}) for name in "abc"))
+    assert (code, out) == (2, "")
+    assert "got 3 files" in err
+
+
 def test_the_limit_can_be_set(write):
     first, second = write("a", {"test_x": 2.0}), write("b", {"test_x": 3.0})
     assert compare(first, second, "--limit", 1.5)[0] == 0

@@ -482,6 +482,7 @@ def test_a_refresh_that_moves_nothing_waits_for_nothing(tmp_path, disk):
     assert other.operations.store.train_step == 7
 
 
+@pytest.mark.threads
 def test_many_threads_and_a_crash(tmp_path, monkeypatch):
     buffer = make(tmp_path / "j", journal_delay=0.001)
     trained = []

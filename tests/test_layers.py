@@ -86,7 +86,7 @@ LAYERS = (
         "tasks",
     ),
     ("integrations",),
-    ("cli", "demo", "plots", "replay", "__main__"),
+    ("bench", "cli", "demo", "plots", "replay", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # `pystale` itself gathers what users need, and is imported only by what stands above all it gathers.

@@ -8,6 +8,8 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,17 +109,54 @@ def test_docstring_examples_run(name, tmp_path, monkeypatch):
     assert runner.failures == 0, "".join(output)
 
 
-def test_readme_snippets_run(tmp_path, monkeypatch):
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_site_has_examples():
+    assert sum(bool(fences(document)) for document in DOCUMENTS) >= 4
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_documented_snippets_run(document, tmp_path, monkeypatch):
     """In the order in which they stand, each with what those before it defined; `await` works as in a notebook."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "readme"}
+    names: dict[str, Any] = {"__name__": document.stem}
     loop = asyncio.new_event_loop()
     try:
-        for line, snippet in fences(ROOT / "README.md"):
+        for line, snippet in fences(document):
             tree = ast.increment_lineno(ast.parse(snippet), line)
-            code = compile(tree, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            code = compile(tree, document.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             result = eval(code, names)
             if inspect.iscoroutine(result):
                 loop.run_until_complete(result)
     finally:
         loop.close()
+
+
+WITHOUT_FCNTL = """
+import errno, sys
+sys.modules["fcntl"] = None
+import pystale
+from pystale.checkpoint_reader import read_checkpoint
+assert pystale.seq_staleness([3], train_step=5) == 1
+rule = pystale.StalenessRule()
+buffer = pystale.ReplayBuffer(rule)
+for refused in (
+    lambda: pystale.ReplayBuffer(rule, journal="journal"),
+    lambda: buffer.sync.save("checkpoint"),
+    lambda: read_checkpoint("checkpoint"),
+):
+    try:
+        refused()
+    except OSError as error:
+        assert error.errno == errno.ENOTSUP, error
+        assert "not on Windows" in str(error)
+    else:
+        raise SystemExit("it was not refused")
+"""
+
+
+def test_where_there_are_no_posix_files_only_what_needs_them_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FCNTL], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []

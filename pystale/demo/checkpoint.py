@@ -35,7 +35,7 @@ from pystale.saving import Resumed
 
 __all__ = ["RunDirectory", "SavedRun"]
 
-VERSION = 1
+VERSION = 2
 DOCUMENT = "checkpoint.json"
 TENSORS = ("parameters", "served", "adam_mean", "adam_square")
 _POLICY = re.compile(r"policy-[0-9]+-[0-9a-f]{16}\.safetensors(?:\.tmp)?")

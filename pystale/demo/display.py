@@ -1,6 +1,7 @@
 """How a run looks: a live panel on a terminal, plain lines elsewhere; then one response and the report."""
 
 import asyncio
+import sys
 import textwrap
 import time
 import warnings
@@ -23,6 +24,7 @@ from pystale.demo.report import groups_text, progress, report, share, spread
 from pystale.demo.run import Run
 from pystale.demo.session import execute
 from pystale.demo.settings import Settings
+from pystale.files import prepare_directory
 
 __all__ = ["LiveDisplay", "NotKept", "PlainDisplay", "show"]
 
@@ -48,6 +50,8 @@ def show(
     directory: RunDirectory | None = None,
     new_buffer: Callable[..., Any] | None = None,
     trace: str | None = None,
+    *,
+    plots: str | None = None,
 ) -> int:
     """Run, or go on, with a display that suits standard output.
 
@@ -58,6 +62,8 @@ def show(
         Where the run is kept.
     new_buffer, trace
         See :class:`~pystale.demo.run.Run`.
+    plots : path, optional
+        Directory for plots of the run and its record.
 
     Returns
     -------
@@ -69,8 +75,12 @@ def show(
     ValueError, OSError
         For a setting out of range, or a directory that cannot be used, before anything has started.
     NotKept
-        When a checkpoint or the journal cannot be written later; after the report so far.
+        When a checkpoint, the journal or the plots cannot be written later; after the report so far.
     """
+    if sys.platform == "win32":
+        raise ValueError("the demo needs POSIX's signals for Ctrl-C, and so does not run on Windows")
+    if plots is not None:
+        prepare_directory(plots)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Run(settings, directory, new_buffer, trace)
@@ -82,7 +92,7 @@ def show(
     if directory is not None and (run.finished or run.record.continued_after):
         display.note(kept(run, directory))
     if run.finished:
-        display.finish(run.record, "")
+        finish(display, run.record, "", plots)
         return 0
     # One thread for linear algebra: with products this small a second one only costs time, and the bits of a run would
     # depend on the machine.
@@ -94,10 +104,24 @@ def show(
     except OSError as error:
         if directory is None:
             raise
-        display.finish(run.record, "")
+        finish(display, run.record, "", plots)
         raise NotKept(f"the run cannot be kept any longer: {error}; {saved(settings, directory)}") from error
-    display.finish(run.record, left(run, directory) if interrupted else "")
+    finish(display, run.record, left(run, directory) if interrupted else "", plots)
     return INTERRUPTED if interrupted else 0
+
+
+def finish(display: "LiveDisplay | PlainDisplay", record: Record, left: str, plots: str | None) -> None:
+    """Show the report, then write the one with plots."""
+    display.finish(record, left)
+    if plots is None:
+        return
+    from pystale.demo.plots import write_report  # matplotlib takes a while
+
+    try:
+        written = write_report(record, plots)
+    except OSError as error:
+        raise NotKept(f"the report cannot be written: {error}") from error
+    display.note(f"in {plots}: {', '.join(written)}")
 
 
 def saved(settings: Settings, directory: RunDirectory) -> str:
@@ -140,7 +164,7 @@ class PlainDisplay:
         pass
 
     def note(self, message: str) -> None:
-        """Something to know before it starts."""
+        """Something to know."""
         print(f"note: {message}", flush=True)
 
     def update(self, record: Record) -> None:
@@ -184,7 +208,7 @@ class LiveDisplay:
         self._live.stop()
 
     def note(self, message: str) -> None:
-        """Something to know before it starts."""
+        """Something to know."""
         self._console.print(Text.assemble(("note ", "bold yellow"), message))
 
     def update(self, record: Record) -> None:

@@ -64,6 +64,8 @@ class Record:
     continued_after: list[int] = field(default_factory=list)  # steps that were done when a new process went on
     tokens: int = 0  # response tokens of the batches taken for training
     trainable_tokens: int = 0  # of these, tokens in the loss
+    # Per trainer step, what its batch holds of every age: staleness, tokens in the loss, tokens left out of it.
+    ages: list[list[tuple[int, int, int]]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)  # responses by seq_staleness when taken
     versions: Counter[int] = field(default_factory=Counter)  # responses by number of model steps
     groups_expired: int = 0
@@ -77,6 +79,8 @@ class Record:
     tokens_beside_training: int = 0  # generated while the trainer worked
     checkpoints: list[float] = field(default_factory=list)  # seconds that each one took
     refreshes: list[tuple[float, int]] = field(default_factory=list)  # microseconds, groups that expired
+    gap_ms: float = 0.0  # longest gap of the event loop since the last trainer step
+    gaps_ms: list[float] = field(default_factory=list)  # the same, one per trainer step
     longest_gap_ms: float = 0.0
     ledger: dict[str, Any] = field(default_factory=dict)
     sample: Response | None = None
@@ -90,6 +94,8 @@ class Record:
             "seconds": self.seconds,
             "rewards": list(self.rewards),
             "batches": list(self.batches),
+            "ages": [[list(each) for each in step] for step in self.ages],
+            "gaps_ms": list(self.gaps_ms),
             "refreshes": [list(pair) for pair in self.refreshes],
             "staleness": dict(self.staleness),
             "versions": dict(self.versions),
@@ -116,11 +122,13 @@ class Record:
             setattr(record, name, value)
         record.staleness, record.versions = Counter(content["staleness"]), Counter(content["versions"])
         record.refreshes = [(us, expired) for us, expired in content["refreshes"]]
+        record.ages = [[(age, trained, masked) for age, trained, masked in step] for step in content["ages"]]
         if (sample := content["sample"]) is not None:
             record.sample = Response(**{**sample, "stretches": [Stretch(**each) for each in sample["stretches"]]})
-        if not len(record.rewards) == len(record.batches) <= settings.steps:
+        if not len(record.rewards) == len(record.batches) == len(record.ages) == len(record.gaps_ms) <= settings.steps:
             raise ValueError(
-                f"{len(record.rewards)} rewards and {len(record.batches)} batches of a run of {settings.steps} steps"
+                f"{len(record.rewards)} rewards, {len(record.batches)} batches, {len(record.ages)} ages and "
+                f"{len(record.gaps_ms)} gaps of a run of {settings.steps} steps"
             )
         return record
 
@@ -154,6 +162,11 @@ class Record:
         tenth = self.steps // 10
         return (float(np.mean(self.rewards[:tenth])), float(np.mean(self.rewards[-tenth:]))) if tenth >= 5 else None
 
+    def add_gap(self, milliseconds: float) -> None:
+        """Note how long the event loop was away."""
+        self.gap_ms = max(self.gap_ms, milliseconds)
+        self.longest_gap_ms = max(self.longest_gap_ms, milliseconds)
+
     def add_expired(self, released: Sequence[tuple[RolloutState, dict[str, Any]]]) -> None:
         """Count the groups of responses that were reset or discarded in one operation of the buffer."""
         self.groups_expired += len({state.group_id for state, _ in released})
@@ -164,8 +177,17 @@ class Record:
         self.batches.append([int(group[0].group_id or 0) for group in groups])
         self.rewards.append(float(np.mean([member.reward for member in members])))
         self.trainable_tokens += trainable_tokens
+        self.gaps_ms.append(self.gap_ms)
+        self.gap_ms = 0.0
+        ages: Counter[tuple[int, bool]] = Counter()
         for member in members:
             ids, mask, steps = _per_token(member)
+            start = 0
+            for model_step, count in steps.runs():
+                trained = int(mask[start : start + count].sum())
+                ages[train_step - model_step - 1, True] += trained
+                ages[train_step - model_step - 1, False] += count - trained
+                start += count
             versions = len(steps.runs())
             self.tokens += len(ids)
             self.staleness[member.seq_staleness] += 1
@@ -174,6 +196,7 @@ class Record:
             worth = min(versions, 4) + (not mask.all()) + len(ids) / MAX_TOKENS + 2 * float(member.reward)
             if versions > 1 and worth >= self.best:
                 self.best, self.sample = worth, Response.of(member, train_step)
+        self.ages.append([(age, ages[age, True], ages[age, False]) for age in sorted({age for age, _ in ages})])
 
 
 def _per_token(state: RolloutState) -> tuple[Any, Any, Any]:

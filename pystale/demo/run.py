@@ -42,8 +42,7 @@ class Heartbeat:
         while True:
             before = time.perf_counter()
             await asyncio.sleep(HEARTBEAT_S)
-            gap_ms = (time.perf_counter() - before) * 1e3
-            self._record.longest_gap_ms = max(self._record.longest_gap_ms, gap_ms)
+            self._record.add_gap((time.perf_counter() - before) * 1e3)
 
     async def __aenter__(self) -> None:
         self._task = asyncio.create_task(self._beat(), name="heartbeat")

@@ -89,7 +89,9 @@ class BatchRefs:
             for refs in groups[rank::world_size]:
                 prompts = next(rest)
                 group = assembled(refs.summaries, prompts, None if refs.responses is None else next(rest))
-                tokens[task_name] += write_group_masks(group, self.rules[task_name], self.train_step)
+                tokens[task_name] += write_group_masks(
+                    group, self.rules[task_name], self.train_step, agentic=is_agentic(refs.summaries)
+                )
                 # The actor has them in their places, by which payloads are found; they are left out here.
                 fresh = [state for state in group if state.status is not Status.EXPIRED]
                 left_out[task_name] += len(group) - len(fresh)
@@ -102,9 +104,13 @@ class BatchRefs:
         return TrainBatch(states, tokens, left_out)
 
 
-def write_group_masks(group: list[RolloutState], rule: StalenessRule, train_step: int) -> int:
+def is_agentic(summaries: Sequence[RolloutState]) -> bool:
+    """Whether a group came with training tensors, so that the token rule does not apply to it."""
+    return any(summary.input_ids is not None for summary in summaries)
+
+
+def write_group_masks(group: list[RolloutState], rule: StalenessRule, train_step: int, *, agentic: bool) -> int:
     """Write the masks a group trains with at a step, as the buffer would; returns its tokens in the loss."""
-    agentic = any(state.input_ids is not None or state.labels is not None for state in group)
     members = [measure(state, state.response_model_steps) for state in group]
     threshold = rule.token_stale_threshold
     masks, tokens = trainable_masks(group, members, threshold is not None and not agentic, train_step, threshold)

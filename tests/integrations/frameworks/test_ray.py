@@ -190,6 +190,16 @@ def test_members_that_expired_are_left_out_of_a_batch_also_after_a_kill(start: A
     assert becomes(0, lambda: payloads(buffer))
 
 
+def test_a_group_is_masked_as_it_was_counted_though_its_agentic_member_is_left_out(start: Any) -> None:
+    buffer = start(StalenessRule(2, 0), group_mode="members")
+    group = group_of(1, [4, 5])
+    group[0].response_model_steps, group[0].input_ids = [2, 5], [1, 2]
+    assert buffer.sync.put(group, train_step=6) is Status.COMPLETED
+    batch = buffer.sync.take_train_batch({"default": 1}, train_step=6)
+    # The token rule does not apply to the group, also to what is left of it.
+    assert (batch.left_out, batch.trainable_tokens, batch.responses[0].response_mask) == (1, 2, None)
+
+
 def test_references_are_released_once_nobody_needs_them(start: Any) -> None:
     buffer = start()
     buffer.sync.put(group_of(0, [3, 3]), train_step=4)
