@@ -88,7 +88,7 @@ class BlockingReplayBuffer:
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""
         self._operations.settle(groups, outcome)
-        self.flush()
+        finished(flush(self._operations.journal, ON_THREAD))
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
@@ -109,6 +109,7 @@ class BlockingReplayBuffer:
     def flush(self) -> None:
         """See :meth:`ReplayBuffer.flush`."""
         finished(flush(self._operations.journal, ON_THREAD))
+        self._operations.flush_trace()
 
     def close(self) -> None:
         """See :meth:`ReplayBuffer.close`."""

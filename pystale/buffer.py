@@ -33,6 +33,7 @@ from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status
 from pystale.store import Store
 from pystale.take import claim_train_batch
+from pystale.trace import Trace, trace_header
 from pystale.waiting import IN_EVENT_LOOP
 
 __all__ = ["OnRelease", "ReplayBuffer"]
@@ -94,11 +95,16 @@ class ReplayBuffer:
         summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then. Members
         left out stay in their groups, as EXPIRED, so that every summary keeps its place; whoever has the tokens drops
         them.
+    trace : path, optional
+        File to record every operation in, for ``pystale replay``; it must not exist. It holds versions, masks and
+        counts, no tokens. Writing it never holds up the buffer; see :mod:`pystale.trace`.
 
     Raises
     ------
     TypeError, ValueError
         For a setting that is none of the above, or a journal that another buffer uses.
+    OSError
+        For a journal or a trace that cannot be created.
 
     Warns
     -----
@@ -160,6 +166,7 @@ class ReplayBuffer:
         min_fresh: int = 1,
         wait_for_stragglers: bool = False,
         straggler_timeout_s: float = 600.0,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -178,14 +185,18 @@ class ReplayBuffer:
         fewest = self.min_fresh if self.group_mode is GroupMode.MEMBERS else None
         if fewest is None:
             warn_of_discards(rules, triggers)
+        kept = None if journal is None else Journal(journal, self.order.value, journal_delay)
+        header = trace_header(rules, triggers, self.order.value, missing_version, max_rerolls, fewest)
+        self.trace = None if trace is None else Trace(trace, header)
         # What all faces of the buffer share, for modules of pystale that need it before anything is waited for.
         self.operations = Operations(
             functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls, fewest),
             on_release=on_release,
-            journal=None if journal is None else Journal(journal, self.order.value, journal_delay),
+            journal=kept,
             dump_ref=dump_ref,
             load_ref=load_ref,
             write_masks=write_masks,
+            trace=self.trace,
             wait_for_stragglers=wait_for_stragglers,
             straggler_timeout_s=self.straggler_timeout_s,
         )
@@ -470,11 +481,19 @@ class ReplayBuffer:
         )
 
     async def flush(self) -> None:
-        """Return once everything done so far is in the journal, on disk. At once without a journal."""
+        """Return once everything done so far is in the journal, on disk, and in the trace.
+
+        At once without a journal and a trace.
+        """
         await flush(self.operations.journal, IN_EVENT_LOOP)
+        if self.trace is not None:
+            await IN_EVENT_LOOP.computed(self.operations.flush_trace, lambda: None)
 
     async def close(self) -> None:
-        """Write the journal to its end and let another buffer use it; this one refuses to change from then on."""
+        """Write the journal to its end and let another buffer use it; this one refuses to change from then on.
+
+        A trace is written to its end, too; what the buffer does later is not in it.
+        """
         await IN_EVENT_LOOP.computed(self.operations.close, lambda: None)
 
     def __len__(self) -> int:

@@ -196,6 +196,14 @@ def demo(
     checkpoint_every: Annotated[
         int, typer.Option(parser=_integer(1), metavar="N", help="Trainer steps between two checkpoints.")
     ] = 10,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record the run in this file, which must not exist, for pystale replay.",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         str | None,
         typer.Option(
@@ -208,7 +216,8 @@ def demo(
     given = {
         name: value
         for name, value in context.params.items()
-        if name not in ("mode", "engine", "checkpoint", "checkpoint_every", "report") and _was_given(context, name)
+        if name not in ("mode", "engine", "checkpoint", "checkpoint_every", "trace", "report")
+        and _was_given(context, name)
     }
     try:
         settings = Settings.of_mode(mode, **given)
@@ -218,11 +227,102 @@ def demo(
         raise typer.BadParameter("--checkpoint is empty; name a directory")
     if checkpoint is None and _was_given(context, "checkpoint_every"):
         raise typer.BadParameter("--checkpoint-every needs --checkpoint DIR")
+    if trace == "":
+        raise typer.BadParameter("--trace is empty; name a file")
     if report == "":
         raise typer.BadParameter("--report is empty; name a directory")
+    if engine == "ray" and trace is not None:
+        raise typer.BadParameter("--trace records a run with --engine local only; leave one of the two out")
     if engine == "ray" and checkpoint is not None:
         raise typer.BadParameter("--checkpoint keeps a run with --engine local only; leave one of the two out")
-    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, report)
+    return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, trace, report)
+
+
+def _limits(*, none: bool) -> Callable[[str], list[int | None]]:
+    """Parser of an option that takes integers, and the word "none", between commas."""
+    parse = _integer(0, none=none)
+
+    def parse_all(value: str) -> list[int | None]:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(parts):
+            raise typer.BadParameter(f"{value!r} is not a list of limits between commas, such as 0,1,2")
+        return [parse(part) for part in parts]
+
+    return parse_all
+
+
+@app.command(
+    help="Replay a recorded run under other staleness limits.\n\n"
+    "TRACE is a file that pystale demo --trace or ReplayBuffer(trace=...) wrote, or a .csv with the columns group, "
+    "rollout, model_step, tokens, put_step. Every combination of the limits is played to a buffer, after the recorded "
+    "settings, which give the run's own counts. What other settings would have done rests on assumptions that stand "
+    "under the table."
+)
+def replay(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="The recorded run.", show_default=False)],
+    max_staleness: Annotated[
+        Any,
+        typer.Option(
+            parser=_limits(none=False),
+            metavar="N,N,...",
+            help="Extra weight syncs that the oldest token of a response may lag. Not given: as recorded.",
+            show_default=False,
+        ),
+    ] = None,
+    max_token_staleness: Annotated[
+        Any,
+        typer.Option(
+            parser=_limits(none=True),
+            metavar="N|none,...",
+            help="Extra weight syncs that a token in the loss may lag. none: no token is masked. Not given: as "
+            "recorded.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
+    ] = None,
+    batch_groups: Annotated[
+        int | None,
+        typer.Option(
+            parser=_integer(1),
+            metavar="N",
+            help="Groups per batch of a run from a .csv. Not given: as many as came per step, rounded down.",
+            show_default=False,
+        ),
+    ] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged lines out and count them, instead of ending there.")
+    ] = False,
+) -> Callable[[], int]:
+    if plot == "":
+        raise typer.BadParameter("--plot is empty; name a directory")
+    return functools.partial(
+        _replay,
+        trace,
+        max_staleness,
+        max_token_staleness,
+        as_json=as_json,
+        plots=plot,
+        skip_damaged=skip_damaged,
+        batch_groups=batch_groups,
+    )
+
+
+def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: str | None, **options: Any) -> int:
+    from pystale.replay.command import show
+
+    try:
+        if plots is not None:
+            _need_matplotlib("--plot")
+        return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
 @app.command(
@@ -278,7 +378,9 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str, plots: str | None) -> int:
+def _demo(
+    settings: Settings, checkpoint: str | None, every: int, engine: str, trace: str | None, plots: str | None
+) -> int:
     from pystale.demo.checkpoint import RunDirectory
     from pystale.demo.display import NotKept, show
 
@@ -286,7 +388,7 @@ def _demo(settings: Settings, checkpoint: str | None, every: int, engine: str, p
     try:
         if plots is not None:
             _need_matplotlib("--report")
-        return show(settings, directory, None if engine == "local" else _on_ray(), plots=plots)
+        return show(settings, directory, None if engine == "local" else _on_ray(), trace, plots=plots)
     except BrokenPipeError:
         raise
     except NotKept as error:

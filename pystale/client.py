@@ -17,6 +17,7 @@ from pystale.pending import to_the_end
 from pystale.side_data import LoadRef, SideData, StoreRef
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status, length, reset, write_status
+from pystale.trace import Trace
 
 __all__ = ["PartialRolloutClient"]
 
@@ -71,6 +72,8 @@ class PartialRolloutClient:
         ``on_release(released)``, plain or async, gets a list of ``(state, {field: old value})`` with what no state
         holds any more, each value once: the fields a restart cleared, rows or references that were joined into new
         ones, and those of answers that were not used. The same function can serve a buffer. What it raises is logged.
+    trace : Trace, optional
+        ``buffer.trace`` of the buffer that the rollouts go to; it gets a line per request.
     clock, sleep, random
         ``clock() -> float`` in seconds (default: that of the event loop), ``sleep(seconds)`` async, and
         ``random() -> float`` in [0, 1).
@@ -123,6 +126,7 @@ class PartialRolloutClient:
         load_ref: LoadRef | None = None,
         store_ref: StoreRef | None = None,
         on_release: OnRelease | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         random: Callable[[], float] = random.random,
@@ -146,6 +150,7 @@ class PartialRolloutClient:
         self.max_backoff_s = checked_seconds("max_backoff_s", max_backoff_s)
         self.abort_grace_s = checked_seconds("abort_grace_s", abort_grace_s)
         self._side_data = SideData(load_ref, store_ref, on_release)
+        self._trace = trace
         self._clock = clock
         self._sleep = sleep
         self._random = random
@@ -311,10 +316,12 @@ class PartialRolloutClient:
         request_id = uuid.uuid4().hex  # all of one length: engines abort by prefix
         request = asyncio.ensure_future(self._send(call, request_id))
         call.request_id = request_id
+        began = 0.0 if self._trace is None else self._clock()
         try:
             await self._wait(request, None if call.deadline is None else call.deadline - self._clock())
         except asyncio.CancelledError:
             late = await self._cut_off(request, request_id)
+            self._note(call, served, late, "abort", began)
             if late is not None:
                 await self._keep(call, late, served)
             raise
@@ -322,12 +329,26 @@ class PartialRolloutClient:
             call.request_id = None
         if not request.done():
             late = await self._cut_off(request, request_id)
+            self._note(call, served, late, "timeout", began)
             if late is not None:
                 await self._drop(call.state, late)
             raise EngineError("the engine did not answer in time")
+        self._note(call, served, None if _look_at(request) else request.result(), "error", began)
         if request.cancelled():
             raise EngineError("the engine cancelled the request")
         return request.result()
+
+    def _note(self, call: Call, served: int, output: EngineOutput | None, otherwise: str, began: float) -> None:
+        """Have a request that is over in the trace; `otherwise`: why there is no output."""
+        if self._trace is not None:
+            self._trace.leg(
+                getattr(call.state, "group_id", None),
+                getattr(call.state, "rollout_id", None),
+                model_step=served,
+                tokens=0 if output is None else len(output.token_ids),
+                reason=otherwise if output is None else str(output.finish_reason),
+                seconds=self._clock() - began,
+            )
 
     async def _send(self, call: Call, request_id: str) -> EngineOutput:
         if call.paused.done():  # between creating this task and its first step: too early for the engine to abort it

@@ -21,6 +21,7 @@ from pystale.staleness import checked_int
 from pystale.state import Status
 from pystale.take import claim_train_batch
 from pystale.tasks import TaskSpec, checked_tasks, task_batch_sizes
+from pystale.trace import note_weight_sync
 from pystale.waiting import IN_EVENT_LOOP
 
 __all__ = ["DisaggAgentLoopManager"]
@@ -252,6 +253,7 @@ class DisaggAgentLoopManager:
             if self.rollout_controller is not None and not self._production.shut_down:
                 await resolved(self.rollout_controller.continue_generation())
             self.progress.publish(model_step)
+            note_weight_sync(self.buffer, model_step)
             self._production.switch(NORMAL)
 
     def shutdown(self) -> Awaitable[None]:

@@ -61,11 +61,17 @@ class Ledger:
         """Undo :meth:`train`."""
         self.train(members, tokens, trained, sign=-1)
 
-    def take_back(self, ticket: Ticket, arriving: Arriving) -> None:
+    def take_back(self, ticket: Ticket, arriving: Arriving) -> list[int]:
         """Book what became of the tokens a group had when it was handed out, and those it has now as produced.
 
         A response that still begins with them was continued, any other was restarted.
+
+        Returns
+        -------
+        list of int
+            Members that were restarted.
         """
+        restarted = []
         self.in_flight -= ticket.tokens
         self.produced += arriving.tokens
         for position, (tokens, begins) in enumerate(ticket.held):
@@ -75,6 +81,8 @@ class Ledger:
                 self.produced -= tokens
             else:
                 self.discard("restarted", tokens)
+                restarted.append(position)
+        return restarted
 
     def close(self, members: Sequence[Member], outcome: str) -> None:
         """Book tokens that are produced and nowhere else; "trained" with the masks they have."""

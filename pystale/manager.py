@@ -15,6 +15,7 @@ from pystale.rounds import run_round
 from pystale.staleness import checked_int
 from pystale.state import Status
 from pystale.tasks import TaskSpec, checked_tasks, task_batch_sizes
+from pystale.trace import note_weight_sync
 
 __all__ = ["AgentLoopManager", "StarvationWatch"]
 
@@ -113,6 +114,7 @@ class AgentLoopManager:
         if self._producing:
             raise RuntimeError("a batch is being produced already; wait for it, or give each trainer its own manager")
         self._producing = True
+        note_weight_sync(self.buffer, model_step)
         try:
             if self.rollout_controller is not None:
                 await resolved(self.rollout_controller.continue_generation())

@@ -39,6 +39,7 @@ from pystale.state import Status, as_status
 from pystale.store import AGEING_BITS, Store, status_bits
 from pystale.take import Claim, steps_of
 from pystale.ticket import copied
+from pystale.trace import Trace, members_of, stored_lines
 from pystale.writing import Writes
 
 __all__ = ["Operations"]
@@ -58,6 +59,8 @@ class Operations:
         Makes an empty store.
     on_release, journal, dump_ref, load_ref, write_masks, wait_for_stragglers, straggler_timeout_s
         See :class:`~pystale.ReplayBuffer`.
+    trace : Trace, optional
+        Told of everything, in the order in which it happens.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class Operations:
         write_masks: bool = True,
         wait_for_stragglers: bool = False,
         straggler_timeout_s: float = 0.0,
+        trace: Trace | None = None,
     ) -> None:
         self.journal = journal
+        self.trace = trace
         self.lock = threading.Lock()
         self.waiters = Waiters()
         self.saves: list[SaveJob] = []
@@ -120,11 +125,14 @@ class Operations:
             versions_required=self.store.missing_version == "error",
         )
         encoded = None if self.journal is None else encode_arriving(arriving, self._dump_ref)
+        traced = b"" if self.trace is None else members_of(arriving)
         effects = self._effects()
         with self.lock:
             self._check_journal()
             group_id = self.store.tickets.group_id(arriving.states, task_name)
             status = self.store.put(arriving, train_step, effects.cleared)
+            if self.trace is not None:
+                self.trace.put(self.store, arriving, traced, train_step)
             effects.entry = self._record("put", encoded, note=note)
             ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
             ready += self.in_flight.land([(task_name, group_id)])
@@ -135,9 +143,12 @@ class Operations:
         train_step = checked_int("train_step", train_step, at_least=1)
         if isinstance(statuses, (str, Status)):
             raise TypeError(f"statuses must be an iterable of statuses, got {statuses!r}; for one, give [{statuses!r}]")
-        bits = AGEING_BITS if statuses is None else status_bits({as_status(s) for s in statuses}.intersection(AGEING))
+        pools = set(AGEING) if statuses is None else {as_status(s) for s in statuses}.intersection(AGEING)
         with collector_delayed(), self.lock:
-            return self._refresh(train_step, bits)
+            done = self._refresh(train_step, status_bits(pools))
+            if self.trace is not None:
+                self.trace.refresh(train_step, pools)
+            return done
 
     def _refresh(self, train_step: int, bits: int) -> tuple[dict[str, int], Effects]:
         self._check_journal()
@@ -157,13 +168,18 @@ class Operations:
         with self.lock:
             self._check_journal()
             self.store.settings(checked_task_name(task_name))
-            return self.store.hand_out(task_name, status, n)
+            records = self.store.hand_out(task_name, status, n)
+            if self.trace is not None:
+                self.trace.get(records)
+            return records
 
     def get_group(self, task_name: str, group_id: Any) -> Group | None:
         """Hand out one group, whatever its pool and place; None where it is not stored."""
         with self.lock:
             self._check_journal()
             record = self.store.hand_out_group(task_name, group_id)
+            if self.trace is not None and record is not None:
+                self.trace.get([record])
         return None if record is None else self.lend([record])[0]
 
     def lend(self, records: list[Record]) -> list[Group]:
@@ -191,12 +207,15 @@ class Operations:
         ]
         if len(set(names)) < len(names):
             raise ValueError("a group is given twice; it can be settled once")
+        traced = [b"" if self.trace is None else members_of(read) for read in arriving]
         with self.lock:
             self._check_journal()
             for group in given:
                 self.store.name_handed_out(group)
-            for read in arriving:
+            for read, members in zip(arriving, traced, strict=True):
                 self.store.settle(read, outcome)
+                if self.trace is not None:
+                    self.trace.close_account("settle", self.store, read, members, outcome)
             entry = self._record("settle", note=note)
             ready = self.in_flight.land(names)
         _wake(ready)
@@ -206,11 +225,14 @@ class Operations:
         checked_outcome(outcome, OUTCOMES[1:])
         self.store.settings(checked_task_name(task_name))
         arriving = read_group(group, task_name)
+        traced = b"" if self.trace is None else members_of(arriving)
         effects = self._effects()
         with self.lock:
             self._check_journal()
             group_id = self.store.tickets.group_id(arriving.states, task_name)
             self.store.reject(arriving, outcome, effects.cleared)
+            if self.trace is not None:
+                self.trace.close_account("reject", self.store, arriving, traced, outcome)
             effects.entry = self._record("reject", note=note)
             ready = self.in_flight.land([(task_name, group_id)])
         _wake(ready)
@@ -222,7 +244,7 @@ class Operations:
         sizes, status = self._checked_sizes(sizes), as_status(status)
         with self.lock:
             self._check_journal()
-            claimed = self._claim(sizes, status)
+            claimed = self._claim(sizes, status, None)
         return self._train(sizes, claimed, None, None, note)
 
     def claim_train_batch(self, sizes: Sizes, train_step: int, note: Any = None) -> tuple[Claim | None, Effects]:
@@ -235,6 +257,8 @@ class Operations:
         with collector_delayed(), self.lock:
             _, effects = self._refresh(train_step, AGEING_BITS)
             if effects.cleared.states:
+                if self.trace is not None:
+                    self.trace.refresh(train_step, AGEING)
                 return None, effects
             if (
                 self.wait_for_stragglers
@@ -242,16 +266,21 @@ class Operations:
                 and self.in_flight.straggling(steps_of(sizes, train_step))
             ):
                 effects.straggling = True
+                if self.trace is not None:
+                    self.trace.refresh(train_step, AGEING)
                 return None, effects
-            claimed = self._claim(sizes, Status.COMPLETED)
+            claimed = self._claim(sizes, Status.COMPLETED, train_step)
         effects.cleared.free()
         return self._train(sizes, claimed, train_step, effects.entry, note), effects
 
-    def _claim(self, sizes: Sizes, status: Status) -> list[Record]:
+    def _claim(self, sizes: Sizes, status: Status, train_step: int | None) -> list[Record]:
         """Records of a batch, taken out of the store; none when a task is short. Called under the lock."""
-        if self._short(sizes, status):
-            return []
-        return [record for task_name, n in sizes.items() for record in self.store.hand_out(task_name, status, n)]
+        claimed = []
+        if not self._short(sizes, status):
+            claimed = [record for name, n in sizes.items() for record in self.store.hand_out(name, status, n)]
+        if self.trace is not None:
+            self.trace.take(sizes, status, train_step, claimed)
+        return claimed
 
     def _train(
         self, sizes: Sizes, claimed: list[Record], train_step: int | None, entry: int | None, note: Any
@@ -280,6 +309,8 @@ class Operations:
                     tokens[name] += self.store.train(record, of_record)
                     left_out[name] += record.left_out
                 entry = self._record("take", note=note) if claimed else entry
+                if self.trace is not None and not self.store.claimed:
+                    self.trace.account(self.store)
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
@@ -297,6 +328,8 @@ class Operations:
         with self.lock:
             for record in claimed:
                 self.store.give_back(record)
+            if self.trace is not None:
+                self.trace.undo(claimed)
             ready = self.waiters.pop_ready(self._short)
         _wake(ready)
 
@@ -315,6 +348,8 @@ class Operations:
             for record, taken, again in zip(claim.records, claim.taken, encoded, strict=True):
                 if again is not None:
                     self.store.untrain(record, taken)
+                    if self.trace is not None:
+                        self.trace.undo([record])
                     self._record("take back", again)
             ready = self.waiters.pop_ready(self._short)
         _wake(ready)
@@ -409,9 +444,25 @@ class Operations:
         return number if waits else None
 
     def close(self) -> None:
-        """Blocks until the journal is written."""
-        if self.journal is not None:
-            self.journal.close()
+        """Blocks until journal and trace are written."""
+        try:
+            if self.journal is not None:
+                self.journal.close()
+        finally:
+            if self.trace is not None:
+                self._trace_account(self.trace)
+                self.trace.close()
+
+    def flush_trace(self) -> None:
+        """Blocks until the trace is written, the account as it is now included."""
+        if self.trace is not None:
+            self._trace_account(self.trace)
+            self.trace.flush()
+
+    def _trace_account(self, trace: Trace) -> None:
+        with self.lock:
+            if not self.store.claimed:  # else groups are between the buffer and who takes them
+                trace.account(self.store, always=True)
 
     # Checkpoints
 
@@ -450,11 +501,14 @@ class Operations:
         if reading is not None:
             self._refuse_resume()
             reading.finish()
+        traced = [] if self.trace is None else stored_lines(store)
         with self.lock:
             if cancelled():
                 return resumed
             self._refuse_resume()
             self._use(store)
+            if self.trace is not None:
+                self.trace.resume(store, traced)
             if reading is not None:
                 reading.open()
             if undo_takes and store.changes is not None:

@@ -7,7 +7,7 @@ the two integers per member that decide everything are in the compiled :class:`~
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pystale._core import StalenessIndex
 from pystale._objects import Member
@@ -43,6 +43,14 @@ def status_bits(statuses: Iterable[Status]) -> int:
 AGEING_BITS = status_bits(AGEING)
 
 
+class Came(NamedTuple):
+    """What the store found out about a group that came."""
+
+    group_id: Any
+    returned: bool = False  # it had been handed out
+    restarted: Sequence[int] = ()  # members that do not go on with the response they had then
+
+
 class Store:
     """Groups, their index, what is handed out, and the account of tokens."""
 
@@ -69,6 +77,9 @@ class Store:
         self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets = HandedOut()
         self.ledger = Ledger()
+        # "expired": how often members of a group expired, also of one that waits for its re-roll already.
+        self.group_counts = Counter(dict.fromkeys(("trained", "expired", "rerolled", "discarded"), 0))
+        self.came = Came(None)  # the latest group that was put, settled or rejected
         self.lengths = LengthAccumulator()  # what became of responses since this process made the buffer
         self.left_out: Counter[str] = Counter()  # by task: members that groups were trained without
         self.train_step: int | None = None  # the latest T of a put, refresh or take
@@ -153,8 +164,9 @@ class Store:
         if ticket is None:
             self.arrivals += 1
             self.ledger.produced += tokens
+            self.came = Came(group_id)
         else:
-            self._take_back(self.tickets.take_back(name), arriving)
+            self.came = Came(group_id, True, self._take_back(self.tickets.take_back(name), arriving))
         self.ledger.stored += tokens
 
         if status not in AGEING:
@@ -260,6 +272,7 @@ class Store:
             Whether the group entered the EXPIRED pool or left the store.
         """
         self._announce(record, leaving=False)
+        self.group_counts["expired"] += 1
         if self._goes_on_without(record, expired):
             return not self._take_away(record, expired, Status.COMPLETED, cleared)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
@@ -297,6 +310,7 @@ class Store:
     def _discard(self, record: Record, reason: str, cleared: Cleared) -> None:
         """Have a stored group leave for good."""
         self.remove(record)
+        self.group_counts["discarded"] += 1
         if self.changes is not None:
             self.changes.leave(record)
         self.ledger.stored -= record.tokens
@@ -383,6 +397,7 @@ class Store:
         self.claimed.pop(record.arrival, None)
         if record.status is Status.EXPIRED:
             record.rerolls += 1
+            self.group_counts["rerolled"] += 1
             for state in record.states:
                 _write_rerolls(state, record.rerolls)
         ticket = Ticket.of(record, copies)
@@ -394,6 +409,7 @@ class Store:
         self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
         shares = self.ledger.train(record.members, record.tokens, taken.tokens)
+        self.group_counts["trained"] += 1
         self.count_left_out(record, 1)
         self._count_lengths("trained", record.members)
         if self.changes is not None:
@@ -409,6 +425,7 @@ class Store:
     def untrain(self, record: Record, taken: Taken) -> None:
         """Store a record again that :meth:`train` booked, as if it had never left."""
         self.ledger.untrain(record.members, record.tokens, taken.tokens)
+        self.group_counts["trained"] -= 1
         self.count_left_out(record, -1)
         self._count_lengths("trained", record.members, -1)
         self.give_back(record)
@@ -420,15 +437,16 @@ class Store:
         ticket = self.tickets.take_back((arriving.task_name, arriving.group_id))
         if self.changes is not None:
             self.changes.settle(ticket)
-        self._take_back(ticket, arriving)
+        self.came = Came(arriving.group_id, True, self._take_back(ticket, arriving))
         self.ledger.close(arriving.members, outcome)
         self._count_lengths(outcome, arriving.members)
 
-    def _take_back(self, ticket: Ticket, arriving: Arriving) -> None:
-        """Book what became of the tokens a group had when it was handed out."""
-        self.ledger.take_back(ticket, arriving)
+    def _take_back(self, ticket: Ticket, arriving: Arriving) -> list[int]:
+        """Book what became of the tokens a group had when it was handed out; returns members that started again."""
+        restarted = self.ledger.take_back(ticket, arriving)
         for tokens, _ in ticket.held[len(arriving.states) :]:
             self.lengths.add("lost", tokens)
+        return restarted
 
     def _count_lengths(self, outcome: str, members: Iterable[Member], sign: int = 1) -> None:
         self.lengths.add(outcome, *[member.tokens for member in members], sign=sign)
@@ -444,6 +462,7 @@ class Store:
         else:
             if self.changes is not None:
                 self.changes.finish(arriving.task_name, arriving.group_id)
+            self.came = Came(arriving.group_id)
             self.ledger.produced += arriving.tokens
             self.ledger.close(arriving.members, outcome)
             self._count_lengths(outcome, arriving.members)

@@ -53,6 +53,9 @@ LAYERS = (
         "summary",
         "take",
         "ticket",
+        "trace",
+        "trace_lines",
+        "trace_reader",
         "trajectories",
         "versions",
         "waiting",
@@ -83,7 +86,7 @@ LAYERS = (
         "tasks",
     ),
     ("integrations",),
-    ("bench", "cli", "demo", "__main__", "plots"),
+    ("bench", "cli", "demo", "plots", "replay", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # `pystale` itself gathers what users need, and is imported only by what stands above all it gathers.

@@ -49,6 +49,7 @@ def show(
     settings: Settings,
     directory: RunDirectory | None = None,
     new_buffer: Callable[..., Any] | None = None,
+    trace: str | None = None,
     *,
     plots: str | None = None,
 ) -> int:
@@ -59,7 +60,7 @@ def show(
     settings : Settings
     directory : RunDirectory, optional
         Where the run is kept.
-    new_buffer : callable, optional
+    new_buffer, trace
         See :class:`~pystale.demo.run.Run`.
     plots : path, optional
         Directory for plots of the run and its record.
@@ -82,7 +83,7 @@ def show(
         prepare_directory(plots)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run(settings, directory, new_buffer)
+        run = Run(settings, directory, new_buffer, trace)
     console = Console(highlight=False)
     fancy = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     display: LiveDisplay | PlainDisplay = LiveDisplay(console) if fancy else PlainDisplay()

@@ -28,7 +28,7 @@ async def train_alternately(run: Run, display: Display) -> None:
     engine, strategy, buffer, record = run.engine, run.strategy, run.buffer, run.record
     if engine is None or not isinstance(strategy, AsyncProduceStrategy):
         raise RuntimeError("the run is not prepared, or of another mode")
-    agent_loop = CountingAgentLoop(engine)
+    agent_loop = CountingAgentLoop(engine, run.trace)
     while record.steps < run.settings.steps:
         train_step = record.steps + 1
         if run.publication_due:
@@ -77,7 +77,7 @@ async def train_beside(run: Run, display: Display) -> None:
     if run.checkpoint_due:
         await run.save()
     manager = DisaggAgentLoopManager(
-        TaskSpec(TASK, CountingAgentLoop(engine), run.sampler, strategy),
+        TaskSpec(TASK, CountingAgentLoop(engine, run.trace), run.sampler, strategy),
         buffer,
         rollout_controller=EngineController(engine),
         model_step=engine.model_step,

@@ -1,7 +1,9 @@
 """Agent loop and sampler: what connects the engine to the producer."""
 
 import asyncio
+import functools
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from pystale import ModelSteps, ReplayBuffer, RolloutState, Status
 from pystale.demo.engine import Engine, Generation, Request
 from pystale.demo.task import MAX_TOKENS, reward, sample_prompt, text
 from pystale.sampler import PromptSampler
+from pystale.trace import Trace
 
 __all__ = ["CountingAgentLoop", "CountingSampler", "EngineController", "forget_versions_after"]
 
@@ -23,10 +26,13 @@ class CountingAgentLoop:
     ----------
     engine : Engine
         Where the tokens come from.
+    trace : Trace, optional
+        Gets a line per request.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, trace: Trace | None = None) -> None:
         self._engine = engine
+        self._trace = trace
 
     async def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool) -> list[RolloutState]:
         """Generate until every member is COMPLETED or the engine is paused; an aborted one keeps what it has.
@@ -42,7 +48,10 @@ class CountingAgentLoop:
                 member.logprobs = np.empty(0, dtype=np.float32)
                 member.response_model_steps = ModelSteps()
             budget = MAX_TOKENS - len(member.response_ids)
-            running.append((member, self._engine.submit(member.prompt_ids, member.response_ids, budget)))
+            request = self._engine.submit(member.prompt_ids, member.response_ids, budget)
+            if self._trace is not None:
+                request.done.add_done_callback(functools.partial(note, self._trace, member, time.monotonic()))
+            running.append((member, request))
         try:
             if running:
                 await asyncio.wait([request.done for _, request in running])
@@ -57,6 +66,22 @@ class CountingAgentLoop:
     async def pause(self) -> None:
         """Abort what runs."""
         self._engine.pause()
+
+
+def note(trace: Trace, member: RolloutState, began: float, done: "asyncio.Future[Generation]") -> None:
+    """Have a request that is over in the trace."""
+    if done.cancelled() or done.exception() is not None:
+        return
+    new = done.result()
+    runs = new.model_steps.runs()
+    trace.leg(
+        member.group_id,
+        member.rollout_id,
+        model_step=runs[-1][0] if runs else None,
+        tokens=len(new.token_ids),
+        reason=new.finish_reason,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _extend(member: RolloutState, new: Generation) -> None:

@@ -16,6 +16,7 @@ from pystale.demo.grpo import BaseModel, Trainer
 from pystale.demo.record import Record
 from pystale.demo.rollouts import CountingSampler, forget_versions_after
 from pystale.demo.settings import TASK, Settings
+from pystale.trace import Trace, note_weight_sync
 
 __all__ = ["Display", "Run"]
 
@@ -64,6 +65,8 @@ class Run:
     new_buffer : callable, optional
         Makes a buffer in another process; called with the record, the rule and the tail batch trigger. Not together
         with a directory.
+    trace : path, optional
+        File to record the buffer's operations in.
 
     Attributes
     ----------
@@ -87,6 +90,7 @@ class Run:
         settings: Settings,
         directory: RunDirectory | None = None,
         new_buffer: Callable[..., Any] | None = None,
+        trace: str | None = None,
     ) -> None:
         self.settings = settings
         self.directory = directory
@@ -101,7 +105,9 @@ class Run:
         )
         journal = None if directory is None else directory.journal
         if new_buffer is None:
-            self.strategy, self.buffer = settings.build(on_release=self.record.add_expired, journal=journal)
+            self.strategy, self.buffer = settings.build(
+                on_release=self.record.add_expired, journal=journal, trace=trace
+            )
         else:
             self.strategy, self.buffer = settings.build(functools.partial(new_buffer, self.record))
         self.sampler = CountingSampler(self.buffer, settings.group_size, prompt_rng)
@@ -160,6 +166,13 @@ class Run:
         """Have the engine serve the trainer's weights from the next token on."""
         trainer, engine, record = self._parts()
         engine.load_weights(trainer.parameters, record.steps)
+        note_weight_sync(self.buffer, record.steps)
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where the run is recorded, if it is."""
+        trace = getattr(self.buffer, "trace", None)  # a buffer in another process has none
+        return trace if isinstance(trace, Trace) else None
 
     @property
     def checkpoint_due(self) -> bool:
