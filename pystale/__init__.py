@@ -14,7 +14,7 @@ from pystale.disaggregated import DisaggAgentLoopManager
 from pystale.manager import AgentLoopManager
 from pystale.metrics import off_policy_metrics
 from pystale.off_policy import OffPolicyAccumulator
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
 from pystale.producer import (
     AsyncProduceStrategyConfig,
     DisaggAsyncProduceStrategyConfig,
@@ -22,6 +22,7 @@ from pystale.producer import (
 )
 from pystale.production import ProductionStalled
 from pystale.report import ProduceBatchStatus
+from pystale.reservations import StragglersOverdue
 from pystale.result import ProduceBatchResult
 from pystale.sampler import PromptSampler, PromptsExhausted
 from pystale.saving import Resumed
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "DisaggAgentLoopManager",
     "DisaggAsyncProduceStrategyConfig",
+    "GroupMode",
     "ModelSteps",
     "OffPolicyAccumulator",
     "Order",
@@ -51,6 +53,7 @@ __all__ = [
     "RolloutState",
     "StalenessRule",
     "Status",
+    "StragglersOverdue",
     "SyncProduceStrategyConfig",
     "TaskSpec",
     "TrainBatch",

@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pystale.policy import Order
+import numpy as np
+
+from pystale.policy import GroupMode, Order
 from pystale.staleness import StalenessRule, checked_int
 
 __all__ = [
@@ -12,6 +14,8 @@ __all__ = [
     "Rules",
     "Sizes",
     "Triggers",
+    "checked_group_id",
+    "checked_group_mode",
     "checked_hooks",
     "checked_missing_version",
     "checked_order",
@@ -80,6 +84,28 @@ def checked_order(order: Any) -> Order:
         return Order(order)
     except ValueError:
         raise ValueError(f"order must be one of {', '.join(o.value for o in Order)}, got {order!r}") from None
+
+
+def checked_group_id(group_id: Any) -> Any:
+    if group_id is not None and type(group_id) not in (int, str) and not isinstance(group_id, np.integer):
+        raise TypeError(f"group_id must be an int, a str or None, got {type(group_id).__name__} {group_id!r}")
+    return group_id
+
+
+def checked_group_mode(group_mode: Any, min_fresh: Any) -> tuple[GroupMode, int]:
+    try:
+        mode = GroupMode(group_mode)
+    except ValueError:
+        raise ValueError(
+            f"group_mode must be one of {', '.join(m.value for m in GroupMode)}, got {group_mode!r}"
+        ) from None
+    fewest = checked_int("min_fresh", min_fresh, at_least=1, remedy="a group without a fresh member trains nothing")
+    if mode is GroupMode.ALL and fewest != 1:
+        raise ValueError(
+            f"min_fresh={fewest} has no effect with group_mode='all', which trains whole groups only; "
+            "leave it out, or choose group_mode='members'"
+        )
+    return mode, fewest
 
 
 def checked_missing_version(missing_version: Any) -> str:

@@ -24,14 +24,31 @@ class TrainBatch(Mapping[str, list[Group]]):
         Tokens that enter the loss, of all tasks.
     trainable_tokens_by_task : dict of str to int
         The same by task.
+    left_out : int
+        Members of these groups that are not in them, since they had expired; see :class:`~pystale.GroupMode`.
+    left_out_by_task : dict of str to int
+        The same by task.
+    straggler_s : float
+        Seconds that the take has waited for stragglers; see :class:`~pystale.ReplayBuffer`.
     """
 
-    __slots__ = ("_groups", "trainable_tokens", "trainable_tokens_by_task")
+    __slots__ = (
+        *("_groups", "left_out", "left_out_by_task", "straggler_s", "trainable_tokens", "trainable_tokens_by_task"),
+    )
 
-    def __init__(self, groups: dict[str, list[Group]], trainable_tokens_by_task: dict[str, int]) -> None:
+    def __init__(
+        self,
+        groups: dict[str, list[Group]],
+        trainable_tokens_by_task: dict[str, int],
+        left_out_by_task: Mapping[str, int] | None = None,
+    ) -> None:
         self._groups = groups
         self.trainable_tokens_by_task = trainable_tokens_by_task
         self.trainable_tokens = sum(trainable_tokens_by_task.values())
+        counts = left_out_by_task or {}
+        self.left_out_by_task = {task: counts.get(task, 0) for task in groups}
+        self.left_out = sum(self.left_out_by_task.values())
+        self.straggler_s = 0.0
 
     def __getitem__(self, task_name: str) -> list[Group]:
         return self._groups[task_name]
@@ -167,7 +184,8 @@ class TrainBatch(Mapping[str, list[Group]]):
 
     def __repr__(self) -> str:
         sizes = {task: len(groups) for task, groups in self._groups.items()}
-        return f"TrainBatch({sizes}, trainable_tokens={self.trainable_tokens})"
+        left_out = f", left_out={self.left_out}" if self.left_out else ""
+        return f"TrainBatch({sizes}, trainable_tokens={self.trainable_tokens}{left_out})"
 
 
 def _number(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:

@@ -6,10 +6,12 @@ from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.effects import flush
 from pystale.group import Group
 from pystale.operations import Operations
 from pystale.readiness import wait_ready
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.state import Status
 from pystale.take import claim_train_batch
@@ -79,6 +81,10 @@ class BlockingReplayBuffer:
         """See :meth:`ReplayBuffer.reject`."""
         finished(self._operations.reject(group, task_name, outcome).finish(ON_THREAD))
 
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`ReplayBuffer.reserve`."""
+        return self._operations.in_flight.reserve(group_id, task_name, model_step)
+
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""
         self._operations.settle(groups, outcome)
@@ -87,6 +93,10 @@ class BlockingReplayBuffer:
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self._operations.ledger()
+
+    def report(self) -> BufferReport:
+        """See :meth:`ReplayBuffer.report`."""
+        return self._operations.report()
 
     def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ReplayBuffer.save`."""

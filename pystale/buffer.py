@@ -8,6 +8,7 @@ from typing import Any
 
 from pystale.arguments import (
     Sizes,
+    checked_group_mode,
     checked_hooks,
     checked_missing_version,
     checked_order,
@@ -18,13 +19,15 @@ from pystale.arguments import (
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
+from pystale.buffer_report import BufferReport
 from pystale.effects import OnRelease, flush
 from pystale.group import Group
 from pystale.journal import Journal
 from pystale.operations import Operations
 from pystale.payload import DumpRef, LoadRef
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
 from pystale.readiness import wait_ready
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status
@@ -61,6 +64,18 @@ class ReplayBuffer:
         the oldest or the newest. Neither staleness rule applies to them.
     max_rerolls : int, optional
         Discard a group that expires again after this many re-rollouts.
+    group_mode : {"all", "members"}, default "all"
+        What becomes of a finished group some of whose members have expired. "all": it is re-rolled, or discarded.
+        "members": it is trained without them, as long as `min_fresh` are left. See :class:`~pystale.GroupMode` for what
+        that does to a group-normalised baseline.
+    min_fresh : int, default 1
+        Members that a group is trained with at least, for "members".
+    wait_for_stragglers : bool, default False
+        Have :meth:`take_train_batch` for step T wait until no work is in flight that would be too old for step T + 1,
+        so that it is put in time and not dropped. Work in flight is what was reserved with :meth:`reserve`, as the
+        producers of pystale do then. What has landed may still be more than a batch: see Notes.
+    straggler_timeout_s : float, default 600.0
+        Seconds after which such a wait is an error.
     on_release : callable, optional
         ``on_release(released)``, plain or async, gets the list of ``(state, {field: old value})`` that an operation
         reset or discarded, once per operation and outside the lock, so that references in them can be freed.
@@ -76,7 +91,9 @@ class ReplayBuffer:
         written once per group. Both or neither. They are called from any thread, outside the lock.
     write_masks : bool, default True
         False: `take_train_batch` counts the tokens in the loss and leaves ``response_mask`` as it is. For a buffer of
-        summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then.
+        summaries, whose steps and masks are runs and whose tokens are elsewhere: nothing is expanded then. Members
+        left out stay in their groups, as EXPIRED, so that every summary keeps its place; whoever has the tokens drops
+        them.
 
     Raises
     ------
@@ -103,6 +120,14 @@ class ReplayBuffer:
       then in memory only, a batch is given back. Later calls that change something raise it before they do, until
       :meth:`save` has written a checkpoint, which needs no journal.
     - A buffer whose journal was used before accepts only :meth:`resume`; everything else is a ValueError.
+
+    With `wait_for_stragglers` nothing that was begun in time is lost to being slow, and nothing too old is trained. It
+    is verl's rule (``wait``), and it looks one step ahead: where more than a batch is about to become too old at once,
+    what is beyond the batch expires as ever. With ``max_staleness`` 0 or 1 that happens only if more is begun than can
+    be trained in time (by version v more than v + max_staleness + 1 batches), as oversampling does. With more, work of
+    several steps can come late together. Unfinished work that waits in the ABORTED pool is not in flight. And the rule
+    is about the oldest token: a response that lands in time without a fresh token still expires by the token rule.
+    ``report().lengths`` shows what was dropped, and whether it was the long responses.
 
     Examples
     --------
@@ -131,6 +156,10 @@ class ReplayBuffer:
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
         write_masks: bool = True,
+        group_mode: str | GroupMode = GroupMode.ALL,
+        min_fresh: int = 1,
+        wait_for_stragglers: bool = False,
+        straggler_timeout_s: float = 600.0,
     ) -> None:
         rules = checked_rules(rule)
         triggers = checked_triggers(tail_batch_trigger_size, rules)
@@ -141,15 +170,24 @@ class ReplayBuffer:
         self.max_rerolls = max_rerolls
         checked_hooks(on_release=on_release, dump_ref=dump_ref, load_ref=load_ref)
         journal_delay = checked_seconds("journal_delay", journal_delay)
-        warn_of_discards(rules, triggers)
+        self.group_mode, self.min_fresh = checked_group_mode(group_mode, min_fresh)
+        if not isinstance(wait_for_stragglers, bool):
+            raise TypeError(f"wait_for_stragglers must be a bool, got {type(wait_for_stragglers).__name__}")
+        self.wait_for_stragglers = wait_for_stragglers
+        self.straggler_timeout_s = checked_seconds("straggler_timeout_s", straggler_timeout_s, positive=True)
+        fewest = self.min_fresh if self.group_mode is GroupMode.MEMBERS else None
+        if fewest is None:
+            warn_of_discards(rules, triggers)
         # What all faces of the buffer share, for modules of pystale that need it before anything is waited for.
         self.operations = Operations(
-            functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls),
+            functools.partial(Store, rules, triggers, self.order, missing_version, max_rerolls, fewest),
             on_release=on_release,
             journal=None if journal is None else Journal(journal, self.order.value, journal_delay),
             dump_ref=dump_ref,
             load_ref=load_ref,
             write_masks=write_masks,
+            wait_for_stragglers=wait_for_stragglers,
+            straggler_timeout_s=self.straggler_timeout_s,
         )
         self.sync = BlockingReplayBuffer(self.operations)
 
@@ -192,7 +230,8 @@ class ReplayBuffer:
         -------
         Status
             Pool the group is stored in. EXPIRED means it waits for re-rollout, or, where re-rollout is off, that
-            nothing was stored.
+            nothing was stored. With ``group_mode="members"`` a group may be COMPLETED without some of its members;
+            those that come EXPIRED count among these.
 
         Raises
         ------
@@ -230,12 +269,15 @@ class ReplayBuffer:
         """Hand out up to `n` groups of a pool, in order, for continuation or re-rollout.
 
         They are in flight until they are put again, settled or rejected. Groups from the EXPIRED pool count one
-        re-roll more.
+        re-roll more. Members left out of a COMPLETED group are handed out with it, EXPIRED and empty.
         """
         return self.operations.get(n, task_name, status)
 
     async def take_batch(self, sizes: Sizes, *, status: Any = Status.COMPLETED) -> TrainBatch:
-        """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained."""
+        """Take ``sizes[task]`` groups of each task as they are, all or nothing; they count as trained.
+
+        Members left out of a COMPLETED group are not in it.
+        """
         return await self.operations.claim_batch(sizes, status).hand_over(IN_EVENT_LOOP)
 
     async def take_train_batch(self, sizes: Sizes, *, train_step: int) -> TrainBatch:
@@ -245,10 +287,19 @@ class ReplayBuffer:
         holds tokens no model produced, the effective mask replaces ``response_mask``: a list stays a list, anything
         else becomes a uint8 array.
 
+        With ``wait_for_stragglers`` a batch that is there is handed over once no work of its tasks is in flight whose
+        staleness at `train_step` is ``stale_threshold - 1`` or more. It is taken as it is then, in the order of the
+        buffer, stragglers that have landed included. A wait that is cancelled takes nothing.
+
         Returns
         -------
         TrainBatch
             Empty when a task is short; then nothing was taken, but what is too old has expired.
+
+        Raises
+        ------
+        StragglersOverdue
+            A TimeoutError: work in flight has not landed within ``straggler_timeout_s``. Nothing was taken.
         """
         claim = await claim_train_batch(self.operations, sizes, train_step, IN_EVENT_LOOP)
         return await claim.hand_over(IN_EVENT_LOOP)
@@ -290,6 +341,42 @@ class ReplayBuffer:
         """
         await self.operations.reject(group, task_name, outcome).finish(IN_EVENT_LOOP)
 
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """Say that a group is in flight: a producer is about to generate it.
+
+        It is until the group is put, rejected or settled, or what is returned is released. Nothing of it is stored
+        meanwhile, so nothing of it can expire. Reservations live in this process; no checkpoint holds them.
+
+        Parameters
+        ----------
+        group_id : int, str or None
+            Of the group. With None, or for states without ``group_id``, only releasing it ends it.
+        task_name : str, default "default"
+            Task it belongs to.
+        model_step : int
+            Version it is as old as: that it is generated with, or the oldest of the tokens it keeps.
+
+        Returns
+        -------
+        Reservation
+            To be released where the group does not come to the buffer. Used in a ``with`` statement it always is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a group that is stored or in flight already, or a task without a rule.
+
+        Examples
+        --------
+        >>> from pystale import ReplayBuffer, RolloutState, StalenessRule, Status
+        >>> buffer = ReplayBuffer(StalenessRule(), wait_for_stragglers=True)
+        >>> with buffer.reserve(7, model_step=4):
+        ...     state = RolloutState(group_id=7, response_ids=[1], response_model_steps=[4], status=Status.COMPLETED)
+        ...     buffer.report().reserved, buffer.sync.put([state], train_step=5), buffer.report().reserved
+        ({'default': 1}, <Status.COMPLETED: 'completed'>, {})
+        """
+        return self.operations.in_flight.reserve(group_id, task_name, model_step)
+
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """Say what became of groups handed out by :meth:`get` that are not put back.
 
@@ -318,6 +405,10 @@ class ReplayBuffer:
             ``produced`` is the sum of all others.
         """
         return self.operations.ledger()
+
+    def report(self) -> BufferReport:
+        """What the buffer has done to groups, beside the account of tokens."""
+        return self.operations.report()
 
     async def save(self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the groups, their order and the account to `directory`, which is created if absent.
@@ -348,8 +439,8 @@ class ReplayBuffer:
         """Load what :meth:`save` wrote into this buffer, which must be empty and have the same order.
 
         A journal is played back after it. Rules and triggers may differ: deadlines are made anew, but what has expired
-        stays so. Groups that were handed out are stored again, in the pool they came from and as they were, to be
-        handed out once more.
+        stays so: a group that had members left out is trained without them, whatever `group_mode` is now. Groups that
+        were handed out are stored again, in the pool they came from and as they were, to be handed out once more.
 
         Parameters
         ----------

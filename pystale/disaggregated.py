@@ -14,6 +14,7 @@ from pystale.production import ProductionStalled
 from pystale.production_loop import Phase, ProductionLoop
 from pystale.progress import Progress
 from pystale.report import ProduceBatchStatus, ProduceReport
+from pystale.reservations import StragglersOverdue
 from pystale.result import ProduceBatchResult
 from pystale.rollout import RolloutController
 from pystale.staleness import checked_int
@@ -138,6 +139,7 @@ class DisaggAgentLoopManager:
         self._production = ProductionLoop(self.tasks, buffer, rollout_controller, self.progress)
         self._watch = StarvationWatch(self.tasks, starvation_steps)
         self._pause_s = 0.0
+        self._straggler_s = 0.0  # waited for the next batch so far
         self._switching = asyncio.Lock()
 
     @property
@@ -174,6 +176,8 @@ class DisaggAgentLoopManager:
             If the batch can never be there: prompts ran out, groups keep failing, :meth:`produce_loop` is not running,
             production was paused before and not continued, or it has stopped though there are no newer weights to
             publish. The message holds the whole state.
+        StragglersOverdue
+            If the buffer's takes wait for stragglers, and these do not land in time.
         """
         sizes = task_batch_sizes(self.tasks, batch_size)
         train_step = checked_int("train_step", train_step, at_least=1)
@@ -186,7 +190,12 @@ class DisaggAgentLoopManager:
             changed = production.changed
             if self.status is EXPIRED_BATCH and train_step - 1 > self.progress.model_step and not production.shut_down:
                 return await self._empty()
-            batch = await self._take(sizes, train_step)
+            try:
+                batch = await self._take(sizes, train_step)
+            except StragglersOverdue as error:
+                stored = await self.buffer.count_statuses(sizes, Status)
+                raise StragglersOverdue(f"{error}. {self._state(sizes, stored)}") from None
+            self._straggler_s += batch.straggler_s
             if batch:
                 self._refresh_behind(train_step + 1)
                 result = await self._result(batch)
@@ -384,9 +393,10 @@ class DisaggAgentLoopManager:
     async def _result(self, batch: TrainBatch) -> ProduceBatchResult:
         stored = await self.buffer.count_statuses([task.task_name for task in self.tasks], Status)
         pause_s, self._pause_s = self._pause_s, 0.0
+        straggler_s, self._straggler_s = self._straggler_s, 0.0
         status = EXPIRED_BATCH if self.status is EXPIRED_BATCH else NORMAL
         reports = [line.take_report() for line in self._production.lines]
-        return result_of(batch, reports, stored, status=status, pause_s=pause_s)
+        return result_of(batch, reports, stored, status=status, pause_s=pause_s, straggler_s=straggler_s)
 
     async def _empty(self) -> ProduceBatchResult:
         """Result without a batch; what was produced is reported with the next batch."""

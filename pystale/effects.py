@@ -28,15 +28,18 @@ class Effects:
         What the operation clears goes here.
     entry : int or None
         Number of the journal entry to wait for.
+    straggling : bool
+        Whether the operation has done nothing else, since it has to wait for work in flight first.
     """
 
-    __slots__ = ("_journal", "_on_release", "cleared", "entry")
+    __slots__ = ("_journal", "_on_release", "cleared", "entry", "straggling")
 
     def __init__(self, journal: Journal | None, on_release: OnRelease | None) -> None:
         self._journal = journal
         self._on_release = on_release
         self.cleared = Cleared(wanted=on_release is not None)
         self.entry: int | None = None
+        self.straggling = False
 
     @property
     def pending(self) -> bool:

@@ -4,6 +4,7 @@ Outcomes are kept, not calls: which members expired, and not at which T the rule
 whatever the rules and the library have become since, costs no look at a token, and brings nothing back to life.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from pystale.batch import TrainBatch
 from pystale.checkpoint import CheckpointError
 from pystale.disposal import Cleared
 from pystale.group import Group, read_group
-from pystale.ledger import Ledger, Shares
+from pystale.ledger import Ledger, Shares, counts_by_task
 from pystale.segment import Entry
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
@@ -28,7 +29,7 @@ __all__ = ["Changes", "Player"]
 class Changes:
     """What the running operation did to a store. The store tells; :meth:`envelope` takes it away."""
 
-    __slots__ = ("_came", "_expired", "_finished", "_left", "_put", "_taken", "_train_step", "_undone")
+    __slots__ = ("_came", "_expired", "_finished", "_left", "_put", "_taken", "_thinned", "_train_step", "_undone")
 
     def __init__(self, train_step: int | None) -> None:
         self._train_step = train_step  # the latest that is in the journal
@@ -37,6 +38,7 @@ class Changes:
     def _clear(self) -> None:
         self._put: tuple[Record, Status, bool] | None = None
         self._expired: list[list[Any]] = []
+        self._thinned: list[list[Any]] = []  # groups that go on without members that expired
         self._left: list[int] = []
         self._taken: list[list[int]] = []
         self._came = False
@@ -48,7 +50,8 @@ class Changes:
         self._put = (record, record.status, returned)
 
     def expire(self, record: "Record", members: list[int]) -> None:
-        self._expired.append([record.arrival, list(members)])
+        where = self._thinned if record.status is Status.COMPLETED else self._expired
+        where.append([record.arrival, list(members)])
 
     def leave(self, record: "Record") -> None:
         """A stored group was discarded."""
@@ -84,7 +87,8 @@ class Changes:
 
         `note` is kept with it: JSON, or None.
         """
-        waits = bool(self._put or self._expired or self._left or self._taken or self._came or self._undone or note)
+        done = (self._put, self._expired, self._thinned, self._left, self._taken, self._came, self._undone, note)
+        waits = any(map(bool, done))
         if not waits and store.train_step == self._train_step:
             return None
         self._train_step = store.train_step
@@ -117,6 +121,8 @@ class Changes:
             ("left", self._left),
             ("taken", self._taken),
             ("expired", self._expired),
+            ("thinned", self._thinned),
+            ("left_out", dict(store.left_out)),
             ("finished", self._finished),
             ("undo_takes", self._undone),
             ("note", note),
@@ -196,16 +202,18 @@ class Player:
             self._taken[arrival] = (record, [checked_int("tokens taken", share, at_least=0) for share in shares])
         if entry.states is not None:
             self._put(envelope["put"], entry.states)
-        for arrival, positions in envelope.get("expired", ()):
-            record = self._records[arrival]
-            if not positions or not set(positions) <= set(range(len(record.states))):
-                raise ValueError(f"members {positions!r} of {len(record.states)} expired")
-            store.reset_members(record, positions, Cleared(wanted=False))
+        for kind, pool in (("expired", Status.EXPIRED), ("thinned", Status.COMPLETED)):
+            for arrival, positions in envelope.get(kind, ()):
+                record = self._records[arrival]
+                if not positions or not set(positions) <= set(range(len(record.states))):
+                    raise ValueError(f"members {positions!r} of {len(record.states)} expired")
+                store.reset_members(record, positions, Cleared(wanted=False), pool)
         if envelope.get("finished"):
             task_name, group_id = envelope["finished"]
             self.finished.setdefault(task_name, {})[group_id] = None
         if envelope.get("undo_takes"):
             self.undo_takes()
+        store.left_out = counts_by_task(envelope.get("left_out", {}), "left_out")
         if envelope.get("note"):
             self.notes.append((envelope["note"], self._result(envelope)))
 
@@ -216,11 +224,13 @@ class Player:
             return None
         groups: dict[str, list[Group]] = {}
         tokens: dict[str, int] = {}
+        left_out: Counter[str] = Counter()
         for arrival, trained, *_ in envelope.get("taken", ()):
             record, _ = self._taken[arrival]
             groups.setdefault(record.task.name, []).append(record.states)
             tokens[record.task.name] = tokens.get(record.task.name, 0) + trained
-        return TrainBatch(groups, tokens)
+            left_out[record.task.name] += record.left_out
+        return TrainBatch(groups, tokens, left_out)
 
     def _pop(self, arrival: Any) -> "Record":
         record = self._records.pop(arrival, None)
@@ -257,6 +267,7 @@ class Player:
             store.ledger.masked_stale -= shares[1]
             store.ledger.masked_semantic -= shares[2]
             store.ledger.stored += record.tokens
+            store.count_left_out(record, -1)
             undone += 1
         self._taken.clear()
         return undone

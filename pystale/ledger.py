@@ -9,7 +9,7 @@ from pystale.group import Arriving
 from pystale.staleness import checked_int
 from pystale.ticket import Ticket, begins_with
 
-__all__ = ["Ledger", "Shares", "booked"]
+__all__ = ["Ledger", "Shares", "booked", "counts_by_task"]
 
 # Trained, masked as stale, masked semantically: where the tokens of a group taken went.
 Shares = tuple[int, int, int]
@@ -136,6 +136,13 @@ def _count(saved: dict[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"ledger: {name} must be a count, got {value!r}")
     return value
+
+
+def counts_by_task(saved: Any, name: str) -> Counter[str]:
+    """Counts by task that were saved under `name`; ValueError for anything else."""
+    if not isinstance(saved, dict) or not all(type(n) is int and n >= 0 for n in saved.values()):
+        raise ValueError(f"{name} must map tasks to counts, got {saved!r:.80}")
+    return Counter(saved)
 
 
 def booked(ledger: Mapping[str, Any], name: str, since: Mapping[str, Any] | None) -> int:

@@ -100,6 +100,8 @@ class AgentLoopManager:
             started then.
         PromptsExhausted, ProductionStalled
             If some task cannot fill its share. What was generated is in the buffer.
+        StragglersOverdue
+            If the buffer's takes wait for stragglers, and these do not land in time.
         RuntimeError
             If a batch is being produced already.
         """
@@ -156,6 +158,7 @@ class AgentLoopManager:
             stored_by_task,
             status=ProduceBatchStatus.NORMAL,
             pause_s=max(line.report.pause_s for line in lines),
+            straggler_s=batch.straggler_s,
         )
         self._watch.delivered(result, train_step)
         return result
@@ -198,12 +201,15 @@ def result_of(
     *,
     status: ProduceBatchStatus,
     pause_s: float,
+    straggler_s: float = 0.0,
 ) -> ProduceBatchResult:
     """Result of a batch taken."""
     return build_result(
         reports,
         groups=batch,
         trainable_tokens=batch.trainable_tokens_by_task,
+        left_out=batch.left_out_by_task,
+        straggler_s=straggler_s,
         leftover=stored,
         status=status,
         pause_s=pause_s,

@@ -13,13 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
+from pystale.arguments import (
+    OUTCOMES,
+    Sizes,
+    checked_outcome,
+    checked_sizes,
+    checked_task_name,
+)
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.collector import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
+from pystale.in_flight import InFlight
 from pystale.journal import Journal
+from pystale.lengths import LengthAccumulator
 from pystale.masks import counts_of, masks_of, write_masks
 from pystale.payload import DumpRef, EncodedGroup, LoadRef
 from pystale.readiness import Waiter, Waiters
@@ -28,7 +37,7 @@ from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
 from pystale.store import AGEING_BITS, Store, status_bits
-from pystale.take import Claim
+from pystale.take import Claim, steps_of
 from pystale.ticket import copied
 from pystale.writing import Writes
 
@@ -47,7 +56,7 @@ class Operations:
     ----------
     new_store : callable
         Makes an empty store.
-    on_release, journal, dump_ref, load_ref, write_masks
+    on_release, journal, dump_ref, load_ref, write_masks, wait_for_stragglers, straggler_timeout_s
         See :class:`~pystale.ReplayBuffer`.
     """
 
@@ -60,6 +69,8 @@ class Operations:
         dump_ref: DumpRef | None = None,
         load_ref: LoadRef | None = None,
         write_masks: bool = True,
+        wait_for_stragglers: bool = False,
+        straggler_timeout_s: float = 0.0,
     ) -> None:
         self.journal = journal
         self.lock = threading.Lock()
@@ -72,10 +83,15 @@ class Operations:
         self._dump_ref = dump_ref
         self._load_ref = load_ref
         self._write_masks = write_masks
+        self.wait_for_stragglers = wait_for_stragglers
+        self.straggler_timeout_s = straggler_timeout_s
+        self.in_flight = InFlight(self)
+        self._lengths = LengthAccumulator()
         self._use(new_store())
 
     def _use(self, store: Store) -> None:
         store.before_change = self._preserve
+        store.lengths = self._lengths
         if self.journal is not None:
             store.changes = Changes(store.train_step)
         self.store = store
@@ -107,9 +123,11 @@ class Operations:
         effects = self._effects()
         with self.lock:
             self._check_journal()
+            group_id = self.store.tickets.group_id(arriving.states, task_name)
             status = self.store.put(arriving, train_step, effects.cleared)
             effects.entry = self._record("put", encoded, note=note)
             ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
+            ready += self.in_flight.land([(task_name, group_id)])
         _wake(ready)
         return status, effects
 
@@ -179,7 +197,10 @@ class Operations:
                 self.store.name_handed_out(group)
             for read in arriving:
                 self.store.settle(read, outcome)
-            return self._record("settle", note=note)
+            entry = self._record("settle", note=note)
+            ready = self.in_flight.land(names)
+        _wake(ready)
+        return entry
 
     def reject(self, group: Sequence[Any], task_name: str, outcome: str, note: Any = None) -> Effects:
         checked_outcome(outcome, OUTCOMES[1:])
@@ -188,8 +209,11 @@ class Operations:
         effects = self._effects()
         with self.lock:
             self._check_journal()
+            group_id = self.store.tickets.group_id(arriving.states, task_name)
             self.store.reject(arriving, outcome, effects.cleared)
             effects.entry = self._record("reject", note=note)
+            ready = self.in_flight.land([(task_name, group_id)])
+        _wake(ready)
         return effects
 
     # Taking for training
@@ -202,12 +226,22 @@ class Operations:
         return self._train(sizes, claimed, None, None, note)
 
     def claim_train_batch(self, sizes: Sizes, train_step: int, note: Any = None) -> tuple[Claim | None, Effects]:
-        """The claim, or None with what the refresh released, which has to be freed before trying again."""
+        """The claim, or None with what has to be waited for before trying again.
+
+        That is what the refresh released, or work in flight.
+        """
         sizes = self._checked_sizes(sizes)
         train_step = checked_int("train_step", train_step, at_least=1)
         with collector_delayed(), self.lock:
             _, effects = self._refresh(train_step, AGEING_BITS)
             if effects.cleared.states:
+                return None, effects
+            if (
+                self.wait_for_stragglers
+                and not self._short(sizes)
+                and self.in_flight.straggling(steps_of(sizes, train_step))
+            ):
+                effects.straggling = True
                 return None, effects
             claimed = self._claim(sizes, Status.COMPLETED)
         effects.cleared.free()
@@ -230,6 +264,7 @@ class Operations:
             return Claim(TrainBatch({}, {}), [], [], Writes(), self._arrived, self._take_back, self.journal, entry)
         groups: dict[str, list[Group]] = {task_name: [] for task_name in sizes}
         tokens = dict.fromkeys(sizes, 0)
+        left_out = dict.fromkeys(sizes, 0)
         try:
             trains_with = masks_of if self._write_masks else counts_of
             taken = [trains_with(record, train_step) for record in claimed]
@@ -239,15 +274,18 @@ class Operations:
                         self._preserve(record, True)
                 writes = write_masks(claimed, taken)
                 for record, of_record in zip(claimed, taken, strict=True):
-                    groups[record.task.name].append(record.states)
-                    tokens[record.task.name] += self.store.train(record, of_record)
+                    name = record.task.name
+                    # Summaries keep their places: what they stand for is found by them.
+                    groups[name].append(record.trained_states if self._write_masks else record.states)
+                    tokens[name] += self.store.train(record, of_record)
+                    left_out[name] += record.left_out
                 entry = self._record("take", note=note) if claimed else entry
                 if entry is not None:
                     self._on_their_way[id(claimed)] = claimed
         except BaseException:
             self.give_back(claimed)
             raise
-        batch = TrainBatch(groups, tokens)
+        batch = TrainBatch(groups, tokens, left_out)
         return Claim(batch, claimed, taken, writes, self._arrived, self._take_back, self.journal, entry)
 
     def _arrived(self, claim: Claim) -> None:
@@ -327,6 +365,15 @@ class Operations:
     def ledger(self) -> dict[str, Any]:
         with self.lock:
             return self.store.ledger.as_dict()
+
+    def report(self) -> BufferReport:
+        with self.lock:
+            return BufferReport(
+                dict(self.store.left_out),
+                self.in_flight.reserved.counts(),
+                self.in_flight.waited_s,
+                self._lengths.copy(),
+            )
 
     def __len__(self) -> int:
         with self.lock:

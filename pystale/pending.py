@@ -123,6 +123,10 @@ class PendingTasks(Generic[Work]):
         """Pieces that are done and not claimed."""
         return len(self._done)
 
+    def running(self) -> list[Work]:
+        """Pieces whose task has not ended."""
+        return list(self._running.values())
+
     def schedule(self, work: Work, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run `coroutine` in a task; `work` can be claimed once the task is done.
 

@@ -11,13 +11,14 @@ Three ways to share the time between generation and training:
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pystale.arguments import checked_seconds
+from pystale.arguments import checked_group_mode, checked_seconds
 from pystale.background import BackgroundLine
 from pystale.buffer import ReplayBuffer
+from pystale.policy import GroupMode
 from pystale.production import Line, ShouldContinue
 from pystale.progress import Progress
 from pystale.report import ProduceReport
@@ -56,6 +57,13 @@ class AsynchronousSettings(_Settings):
     tail_batch_trigger_size: int = Field(default=-1, ge=-1, lt=2**63)
     spare_aborted: bool = False
     max_rerolls: int | None = Field(default=None, ge=0, lt=2**63)
+    group_mode: Literal["all", "members"] = "all"
+    min_fresh: int = Field(default=1, ge=1, lt=2**63)
+
+    @model_validator(mode="after")
+    def _check_group_mode(self) -> "AsynchronousSettings":
+        checked_group_mode(self.group_mode, self.min_fresh)
+        return self
 
 
 class AsyncProduceStrategyConfig(AsynchronousSettings):
@@ -75,6 +83,8 @@ class AsyncProduceStrategyConfig(AsynchronousSettings):
         least N of them wait at the start of a round, the round draws them first and does not oversample.
     max_rerolls : int, optional
         Re-rollouts after which a group that expires again is discarded.
+    group_mode, min_fresh
+        Whether a group is trained without members that have expired; see :class:`~pystale.ReplayBuffer`.
     max_retries : int, default 3
         How often a group is tried again after ``generate_group`` raised, before it is FAILED.
     is_valid_sample_fn : callable, optional
@@ -159,7 +169,7 @@ class DisaggAsyncProduceStrategyConfig(AsynchronousSettings):
     Parameters
     ----------
     over_sample_threshold, enable_partial_rollout, max_staleness, max_token_staleness, tail_batch_trigger_size, \
-    spare_aborted, max_rerolls, max_retries, is_valid_sample_fn
+    spare_aborted, max_rerolls, group_mode, min_fresh, max_retries, is_valid_sample_fn
         See :class:`AsyncProduceStrategyConfig`. `max_staleness` also says how far production may run ahead.
     should_continue_fn : callable, optional
         ``should_continue_fn(completed_count, batch_size, **kwargs) -> bool``, plain or async. Both numbers count from
@@ -193,7 +203,7 @@ class ProduceStrategy:
     ----------
     config : AsyncProduceStrategyConfig or DisaggAsyncProduceStrategyConfig
     rule : StalenessRule
-    stale_threshold, token_stale_threshold, tail_batch_trigger_size, max_rerolls
+    stale_threshold, token_stale_threshold, tail_batch_trigger_size, max_rerolls, group_mode, min_fresh
         What a buffer must agree on.
     pause_repeat_s, pause_limit_s : float
         See :meth:`AsyncProduceStrategyConfig.build`.
@@ -223,9 +233,11 @@ class ProduceStrategy:
         self.token_stale_threshold = self.rule.token_stale_threshold
         self.tail_batch_trigger_size = config.tail_batch_trigger_size
         self.max_rerolls = config.max_rerolls
+        self.group_mode, self.min_fresh = checked_group_mode(config.group_mode, config.min_fresh)
         self.pause_repeat_s = checked_seconds("pause_repeat_s", pause_repeat_s, positive=True)
         self.pause_limit_s = checked_seconds("pause_limit_s", pause_limit_s, positive=True)
-        if self.token_stale_threshold is not None and config.tail_batch_trigger_size < 0:
+        whole_groups = self.group_mode is GroupMode.ALL
+        if self.token_stale_threshold is not None and config.tail_batch_trigger_size < 0 and whole_groups:
             warnings.warn(
                 f"tail_batch_trigger_size=-1 with max_token_staleness={config.max_token_staleness}: a group is "
                 "discarded for good, fresh members too, as soon as one member has no trainable token left; 0 or more "
@@ -249,10 +261,12 @@ class ProduceStrategy:
             ("spare_aborted", self.rule.spare_aborted, rule.spare_aborted),
             ("tail_batch_trigger_size", self.tail_batch_trigger_size, buffer.tail_batch_trigger_size(task_name)),
             ("max_rerolls", self.max_rerolls, buffer.max_rerolls),
+            ("group_mode", self.group_mode.value, buffer.group_mode.value),
+            ("min_fresh", self.min_fresh, buffer.min_fresh),
         ):
             if own != theirs:
                 raise ValueError(
-                    f"{name} of task {task_name!r} is {theirs} in the buffer and {own} in the strategy; build both "
+                    f"{name} of task {task_name!r} is {theirs!r} in the buffer and {own!r} in the strategy; build both "
                     "from the same settings"
                 )
 

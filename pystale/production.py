@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from pystale.buffer import ReplayBuffer
 from pystale.pending import PendingTasks, resolved, to_the_end, together
 from pystale.plan import Plan, oversampled, pools_to_draw_from
 from pystale.report import ProduceBatchStatus, ProduceReport, ProductionStalled
+from pystale.reservations import StragglersOverdue, described
 from pystale.rollout import AgentLoop, IsValidSample, Rollout
 from pystale.sampler import PromptsExhausted, Sampler
 from pystale.state import Status
@@ -219,10 +221,21 @@ class Line:
         partial = self.settings.enable_partial_rollout
         return Rollout(group, partial=partial, model_step=self.model_step, began=self.clock())
 
+    def reserve(self, rollout: Rollout) -> None:
+        """Tell a buffer whose takes wait for stragglers that a group is in flight."""
+        if not self.buffer.wait_for_stragglers:
+            return
+        group_id = getattr(rollout.group[0], "group_id", None)
+        try:
+            rollout.reservation = self.buffer.reserve(group_id, self.task_name, model_step=rollout.oldest_step())
+        except (TypeError, ValueError) as error:  # what is wrong with it is said when it is put
+            logger.warning("task %r: nobody will wait for group %r: %s", self.task_name, group_id, error)
+
     def start(self, rollout: Rollout) -> None:
         for state in rollout.group:
             if getattr(state, "prompt_model_step", self) is None:
                 state.prompt_model_step = rollout.model_step
+        self.reserve(rollout)
         settings = self.settings
         self.pending.schedule(
             rollout,
@@ -281,6 +294,12 @@ class Line:
 
     async def store(self, rollout: Rollout) -> Status:
         """Put a rollout into the buffer, or reject it there. Returns what became of it."""
+        try:
+            return await self._store(rollout)
+        finally:
+            rollout.release()
+
+    async def _store(self, rollout: Rollout) -> Status:
         outcome = rollout.outcome
         if outcome not in (Status.FAILED, Status.FILTERED):
             try:
@@ -300,6 +319,37 @@ class Line:
             rollout.group = rollout.countable()
             await self.buffer.reject(rollout.group, self.task_name, outcome.value)
         return outcome
+
+    async def tend_stragglers(self) -> None:
+        """Collect until nothing is running that would be too old for the step after this one.
+
+        For a line that is about to be paused, where the buffer's takes wait for stragglers: paused work stays as old as
+        it is, and would expire before anybody takes it up.
+
+        Raises
+        ------
+        StragglersOverdue
+            If they take longer than the buffer allows.
+        """
+        buffer = self.buffer
+        if not buffer.wait_for_stragglers:
+            return
+        last = self.train_step - buffer.rule(self.task_name).stale_threshold
+        began, limit = self.clock(), buffer.straggler_timeout_s
+        try:
+            while any(r.reservation is not None and r.reservation.model_step <= last for r in self.pending.running()):
+                left = began + limit - self.clock()
+                if left <= 0:
+                    found = [r.reservation for r in self.pending.running() if r.reservation is not None]
+                    raise StragglersOverdue(
+                        f"task {self.task_name!r}, train_step {self.train_step}, model_step {self.model_step}: work "
+                        f"that would be too old for step {self.train_step + 1} has not come back within {limit} s. "
+                        f"{described(found, time.monotonic())}. {self.counts()}"
+                    )
+                await self.pending.wait(left)
+                await to_the_end(self.collect())
+        finally:
+            self.report.straggler_s += self.clock() - began
 
     def hopeless(self) -> str:
         """Why drawing more would not help, empty while it may.
@@ -325,13 +375,19 @@ class Line:
         pools = ", ".join(f"{status.name} {n}" for status, n in stored.items() if n) or "nothing"
         message = (
             f"task {name!r}, train_step {self.train_step}, model_step {self.model_step}: {why}. "
-            f"Wanted {plan.target - self.consumed()} COMPLETED groups, stored: {pools}. "
-            f"{self.period} drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
-            f"{report.expired} expired, {report.failed} failed, {report.filtered} filtered, {report.retried} retries"
-            + (", in tail batch mode" if plan.tail_batch else "")
-            + f". Last error: {report.last_error or 'none'}"
+            f"Wanted {plan.target - self.consumed()} COMPLETED groups, stored: {pools}. {self.counts()}"
         )
         return (PromptsExhausted if exhausted else ProductionStalled)(message)
+
+    def counts(self) -> str:
+        """What was drawn and what became of it, for a message."""
+        report = self.report
+        return (
+            f"{self.period} drew {report.spawned}: {report.completed} completed, {report.aborted} aborted, "
+            f"{report.expired} expired, {report.failed} failed, {report.filtered} filtered, {report.retried} retries"
+            + (", in tail batch mode" if self.plan.tail_batch else "")
+            + f". Last error: {report.last_error or 'none'}"
+        )
 
     # Stopping
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from pystale._objects import Member
 from pystale.group import Group
 from pystale.staleness import StalenessRule
-from pystale.state import Status
+from pystale.state import Status, as_status
 
 __all__ = ["Record", "Task"]
 
@@ -38,10 +38,18 @@ class Record:
     rerolls: int
     masks_tokens: bool  # whether the token rule applies to the group: it is on and the group is not agentic
     number: int = -1  # its id in the index
+    left_out: int = 0  # members of a COMPLETED group that have expired, and that it is trained without
     tokens: int = field(init=False)  # of all members
 
     def __post_init__(self) -> None:
         self.tokens = sum([member.tokens for member in self.members])
+
+    @property
+    def trained_states(self) -> Group:
+        """States that are handed to training: all but the members left out."""
+        if not self.left_out:
+            return self.states
+        return [state for state in self.states if as_status(state.status) is not Status.EXPIRED]
 
     @property
     def is_agentic(self) -> bool:

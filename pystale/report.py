@@ -67,6 +67,8 @@ class ProduceReport:
     """Seconds until the batch was there."""
     pause_s: float = 0.0
     """Seconds from then until nothing was running."""
+    straggler_s: float = 0.0
+    """Seconds in between that went to groups which the next weights would have made too old."""
     last_error: str | None = None
     """Why the last group failed, or its last try did."""
 

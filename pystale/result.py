@@ -65,6 +65,10 @@ class ProduceBatchResult:
         train them; without, publish newer weights and ask again.
     trainable_tokens : int
         Tokens of `groups` that enter the loss.
+    left_out : int
+        Members of `groups` that are not in them, since they had expired; see :class:`~pystale.GroupMode`.
+    straggler_s : float
+        Seconds that the batch waited for stragglers; see ``wait_for_stragglers`` of :class:`~pystale.ReplayBuffer`.
     timing : GroupTiming
         Of the groups that came back.
     leftover : dict of Status to int
@@ -93,6 +97,8 @@ class ProduceBatchResult:
     groups: list[Group] = field(default_factory=list)
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
     trainable_tokens: int = 0
+    left_out: int = 0
+    straggler_s: float = 0.0
     timing: GroupTiming = field(default_factory=GroupTiming)
     leftover: dict[Status, int] = field(default_factory=dict)
     failed_samples: int = 0
@@ -118,13 +124,19 @@ def build_result(
     leftover: Mapping[str, dict[Status, int]],
     status: ProduceBatchStatus,
     pause_s: float,
+    left_out: Mapping[str, int] | None = None,
+    straggler_s: float = 0.0,
 ) -> ProduceBatchResult:
-    """Result of a batch, from the report of every task; `pause_s` is the pause of all of them together."""
+    """Result of a batch, from the report of every task; `pause_s` is the pause of all of them together.
+
+    `straggler_s` is what taking it waited for stragglers, after production had.
+    """
     reports = list(reports)
     result = ProduceBatchResult(
         status=status,
         timing=GroupTiming.of([seconds for report in reports for seconds in report.group_s], pause_s),
         produce_time_s=max((report.produce_s for report in reports), default=0.0),
+        straggler_s=straggler_s + max((report.straggler_s for report in reports), default=0.0),
     )
     for report in reports:
         name = report.task_name
@@ -132,6 +144,8 @@ def build_result(
             groups=groups.get(name, []),
             status=status,
             trainable_tokens=trainable_tokens.get(name, 0),
+            left_out=0 if left_out is None else left_out.get(name, 0),
+            straggler_s=report.straggler_s,
             timing=GroupTiming.of(report.group_s, report.pause_s),
             leftover=dict(leftover.get(name, {})),
             failed_samples=report.failed_samples,
@@ -148,6 +162,7 @@ def build_result(
             result.leftover[pool] = result.leftover.get(pool, 0) + n
         for count in (
             "trainable_tokens",
+            "left_out",
             "failed_samples",
             "filtered_samples",
             "raw_reward_sum",

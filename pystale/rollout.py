@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from pystale._objects import measure
 from pystale.pending import ended, resolved
 from pystale.report import score
+from pystale.reservations import Reservation
 from pystale.state import Status, as_status, group_status, write_status
 
 __all__ = ["AgentLoop", "IsValidSample", "Rollout", "RolloutController"]
@@ -86,6 +87,8 @@ class Rollout:
         Why the last try failed.
     model_step : int
         Trainer step whose weights were served when it was given to the agent loop.
+    reservation : Reservation or None
+        That the buffer knows of it while it is in flight.
     samples : int
         Members that were to be generated: those not COMPLETED when it was drawn.
     rewards : list of float
@@ -97,6 +100,7 @@ class Rollout:
     __slots__ = (
         "_began",
         "_cut_off",
+        "_kept",
         "_kept_tokens",
         "_place",
         "attempts",
@@ -104,6 +108,7 @@ class Rollout:
         "group",
         "model_step",
         "outcome",
+        "reservation",
         "rewards",
         "samples",
         "seconds",
@@ -115,15 +120,25 @@ class Rollout:
         self.samples = sum(as_status(state.status) is not Status.COMPLETED for state in group)
         self.rewards: list[float] = []
         self.attempts = 0
+        self.reservation: Reservation | None = None
         self.outcome: Status | None = None
         self.error: str | None = None
         self.seconds = 0.0
         self._began = began
         self._cut_off = True  # until generate_group has returned
         self._place = {name: getattr(group[0], name, None) for name in _PLACE}
-        self._kept_tokens = sum(
-            _tokens(state) for state in group if partial or as_status(state.status) is Status.COMPLETED
-        )
+        self._kept = [state for state in group if partial or as_status(state.status) is Status.COMPLETED]
+        self._kept_tokens = sum(map(_tokens, self._kept))
+
+    def oldest_step(self) -> int:
+        """Version that the group is as old as when it is given to the agent loop: that of the oldest token it keeps."""
+        kept = [measure(state, state.response_model_steps).oldest for state in self._kept]
+        return min([self.model_step, *(step for step in kept if step >= 0)])
+
+    def release(self) -> None:
+        """It is not in flight any more."""
+        if self.reservation is not None:
+            self.reservation.release()
 
     async def run(
         self,

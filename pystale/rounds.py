@@ -15,7 +15,7 @@ async def run_round(lines: Sequence[Line], shares: dict[str, int], controller: R
 
     A line that has its share goes on generating what it has begun until the last one has, since pausing one would
     often pause an engine that others use. However it ends, nothing is running afterwards, and all that was generated
-    is in the buffer.
+    is in the buffer. Where the buffer's takes wait for stragglers, these are not paused but waited for.
 
     Parameters
     ----------
@@ -85,6 +85,7 @@ async def within(seconds: float, name: str, request: Callable[[], Awaitable[None
 
 async def _produce(line: Line, share: int) -> None:
     await line.produce(share, share)
+    await line.tend_stragglers()
 
 
 async def _answer(request: Callable[[], Awaitable[None] | None]) -> None:

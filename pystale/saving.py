@@ -19,7 +19,7 @@ from pystale.field_types import DumpRef, LoadRef
 from pystale.group import AGEING, Arriving, read_group
 from pystale.history import Player
 from pystale.journal import Journal
-from pystale.ledger import Ledger
+from pystale.ledger import Ledger, counts_by_task
 from pystale.payload import EncodedGroup, encode_document, encode_group
 from pystale.reading import Reading, read_journal
 from pystale.staleness import checked_int
@@ -133,6 +133,8 @@ class SaveJob:
             ],
             "extra": dict(extra or {}),
         }
+        if store.left_out:
+            self._document["left_out"] = dict(store.left_out)
         self._position = None if journal is None else journal.rotate()
         if journal is not None and self._position is not None:
             self._document["journal"] = {"id": journal.id, "segment": self._position.segment}
@@ -392,6 +394,7 @@ def _filled(
         for group in _objects(document, "taken") if "taken" in document else ():
             _text(group, "task")
             checked_int("arrival", group.get("arrival"), at_least=0)
+        store.left_out = counts_by_task(document.get("left_out", {}), "left_out")
         store.ledger = Ledger.after_restart(document.get("ledger"), stored)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise _contradiction(directory, error) from None
@@ -413,7 +416,14 @@ def _restore(store: Store, header: dict[str, Any], states: list[Any]) -> int:
     expired = status is Status.EXPIRED
     if expired and Status.EXPIRED not in arriving.statuses:
         raise ValueError(f"group {arriving.group_id!r} is EXPIRED, none of its members is")
-    if status in AGEING and not expired and Status.EXPIRED in arriving.statuses:
+    left_out = [i for i, member_status in enumerate(arriving.statuses) if member_status is Status.EXPIRED]
+    if status is Status.COMPLETED:
+        if arriving.statuses.count(status) + len(left_out) < len(states) or len(left_out) == len(states):
+            names = ", ".join(member_status.name for member_status in arriving.statuses)
+            raise ValueError(f"group {arriving.group_id!r} is COMPLETED, its members are {names}")
+        if any(arriving.members[i].tokens for i in left_out):
+            raise ValueError(f"group {arriving.group_id!r} is COMPLETED, and a member that is EXPIRED has tokens")
+    elif status in AGEING and not expired and left_out:
         raise ValueError(f"group {arriving.group_id!r} is {status.name}, one of its members is EXPIRED")
     group_id = header.get("group_id")
     hash(group_id)

@@ -38,6 +38,8 @@ An entry is what one operation of the buffer did. Groups are named by their arri
 ``put``            optional; task, group_id, status, arrival, key and rerolls of the group put. It takes the place of
                    the group with this arrival, if that was handed out. What it says replaces what the states say
 ``expired``        optional; ``[arrival, [positions]]`` of members that were reset, after the put
+``thinned``        optional; the same, of groups that stay COMPLETED without these members
+``left_out``       optional; by task, members that groups were trained without so far; absent where none were
 ``finished``       optional; ``[task, group_id]`` of a group that came to the buffer and was not stored
 ``undo_takes``     optional; true: all groups taken since the checkpoint are stored again
 ``note``           optional; whatever JSON the caller of the operation wanted to find again

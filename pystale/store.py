@@ -5,6 +5,7 @@ the two integers per member that decide everything are in the compiled :class:`~
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from pystale.group import AGEING, Arriving, Group
 from pystale.handed_out import HandedOut
 from pystale.history import Changes
 from pystale.ledger import Ledger
+from pystale.lengths import LengthAccumulator
 from pystale.masks import Taken
 from pystale.policy import NEWEST_KEY, OLDEST_KEY, Order
 from pystale.record import Record, Task
@@ -51,12 +53,14 @@ class Store:
         order: Order,
         missing_version: str,
         max_rerolls: int | None,
+        min_fresh: int | None = None,
     ) -> None:
         self.rules = rules
         self.triggers = triggers
         self.order = order
         self.missing_version = missing_version
         self.max_rerolls = max_rerolls
+        self.min_fresh = min_fresh  # members that a group is trained with at least; None: all it has
         self.index = StalenessIndex()
         self.tasks: dict[str, Task] = {}
         self.records: dict[int, Record] = {}
@@ -65,6 +69,8 @@ class Store:
         self.claimed: dict[int, Record] = {}  # by arrival: taken out, and not yet in anybody's hands
         self.tickets = HandedOut()
         self.ledger = Ledger()
+        self.lengths = LengthAccumulator()  # what became of responses since this process made the buffer
+        self.left_out: Counter[str] = Counter()  # by task: members that groups were trained without
         self.train_step: int | None = None  # the latest T of a put, refresh or take
         self.arrivals = 0
         self.own_group_ids = 0
@@ -127,7 +133,7 @@ class Store:
             )
         self._refuse_stored_states(arriving)
         ticket = self.tickets.get(name)
-        status = group_status(arriving.statuses)
+        status = self._pool_for(arriving.statuses)
         if group_id is None:
             group_id = self._own_group_id(arriving.task_name)
         now = self.train_step if train_step is None else train_step
@@ -148,7 +154,7 @@ class Store:
             self.arrivals += 1
             self.ledger.produced += tokens
         else:
-            self.ledger.take_back(self.tickets.take_back(name), arriving)
+            self._take_back(self.tickets.take_back(name), arriving)
         self.ledger.stored += tokens
 
         if status not in AGEING:
@@ -159,6 +165,17 @@ class Store:
         if expired:
             self._expire(record, expired, cleared)
         return record.status
+
+    def _pool_for(self, statuses: Sequence[Status]) -> Status:
+        """Pool of an arriving group before the life cycle has seen it.
+
+        Members that come EXPIRED count as left out, where the others are finished and enough.
+        """
+        finished = statuses.count(Status.COMPLETED)
+        others = len(statuses) - finished - statuses.count(Status.EXPIRED)
+        if self.min_fresh is not None and finished >= self.min_fresh and not others:
+            return Status.COMPLETED
+        return group_status(statuses)
 
     def admit(
         self,
@@ -204,6 +221,7 @@ class Store:
         record.number = self.index.insert(
             record.task.number, number_of(record.status), record.key, record.arrival, oldest, newest
         )
+        record.left_out = statuses.count(Status.EXPIRED) if record.status is Status.COMPLETED else 0
         self.records[record.number] = record
         self.numbers[record.task.name, record.group_id] = record.number
         self._stored_states.update(map(id, record.states))
@@ -242,25 +260,39 @@ class Store:
             Whether the group entered the EXPIRED pool or left the store.
         """
         self._announce(record, leaving=False)
+        if self._goes_on_without(record, expired):
+            return not self._take_away(record, expired, Status.COMPLETED, cleared)
         exhausted = self.max_rerolls is not None and record.rerolls >= self.max_rerolls
         if not record.task.retries or exhausted:
             self._discard(record, "max_rerolls" if record.task.retries else "expired", cleared)
             return True
         entered = record.status is not Status.EXPIRED
+        return not self._take_away(record, expired, Status.EXPIRED, cleared) or entered
+
+    def _goes_on_without(self, record: Record, expired: list[int]) -> bool:
+        """Whether a group stays COMPLETED without the members at `expired` and those it has lost before."""
+        if self.min_fresh is None or record.status is not Status.COMPLETED:
+            return False
+        gone = set(expired)
+        gone.update(i for i, state in enumerate(record.states) if as_status(state.status) is Status.EXPIRED)
+        return len(record.states) - len(gone) >= self.min_fresh
+
+    def _take_away(self, record: Record, expired: list[int], pool: Status, cleared: Cleared) -> bool:
+        """Reset the members at `expired`; False where a state refuses, and the group is discarded."""
         try:
-            self.reset_members(record, expired, cleared)
+            self.reset_members(record, expired, cleared, pool)
         except Exception:
             logger.exception(
-                "group %r of task %r is discarded: it has expired, and a member cannot be reset for its re-rollout; "
+                "group %r of task %r is discarded: it has expired, and a member cannot be reset; "
                 "its class must accept None, an empty list or the prompt where reset writes them",
                 record.group_id,
                 record.task.name,
             )
             self._discard(record, "expired", cleared)
-            return True
+            return False
         if self.changes is not None:
             self.changes.expire(record, expired)
-        return entered
+        return True
 
     def _discard(self, record: Record, reason: str, cleared: Cleared) -> None:
         """Have a stored group leave for good."""
@@ -269,25 +301,27 @@ class Store:
             self.changes.leave(record)
         self.ledger.stored -= record.tokens
         self.ledger.discard(reason, record.tokens)
+        self._count_lengths(reason, record.members)
         record.status = Status.EXPIRED
         _discard_states(record.states, cleared)
 
-    def reset_members(self, record: Record, expired: list[int], cleared: Cleared) -> None:
-        """Take the responses of the members at `expired` away; the group is EXPIRED.
+    def reset_members(self, record: Record, expired: list[int], cleared: Cleared, pool: Status) -> None:
+        """Take the responses of the members at `expired` away; the group is in `pool` then, EXPIRED or COMPLETED.
 
         Raises
         ------
         FieldsRefused
             If a state cannot be reset. The account is right then, and the group still stored.
         """
-        record.status = Status.EXPIRED
-        self.index.expire(record.number, expired, number_of(Status.EXPIRED))
+        record.status = pool
+        self.index.expire(record.number, expired, number_of(pool))
         train_step, tokens = self.train_step, record.tokens
         try:
             for position in expired:
                 state, member = record.states[position], record.members[position]
                 record.members[position] = Member()
                 record.tokens -= member.tokens
+                self.lengths.add("expired", member.tokens)
                 if train_step is not None:
                     state.seq_staleness = member.seq_staleness(train_step)
                 try:
@@ -296,6 +330,8 @@ class Store:
                     cleared.add(state, refused.cleared)
                     raise
         finally:
+            gone = sum(as_status(state.status) is Status.EXPIRED for state in record.states)
+            record.left_out = gone if pool is Status.COMPLETED else 0
             tokens -= record.tokens
             self.ledger.stored -= tokens
             self.ledger.discard("expired", tokens)
@@ -358,13 +394,23 @@ class Store:
         self._announce(record, leaving=True)
         self.claimed.pop(record.arrival, None)
         shares = self.ledger.train(record.members, record.tokens, taken.tokens)
+        self.count_left_out(record, 1)
+        self._count_lengths("trained", record.members)
         if self.changes is not None:
             self.changes.take(record, shares)
         return shares[0]
 
+    def count_left_out(self, record: Record, sign: int) -> None:
+        """Count the members that a group is trained without, or no more where `sign` is -1."""
+        if record.left_out:
+            self.left_out[record.task.name] += sign * record.left_out
+            self.left_out += Counter()  # without tasks at 0
+
     def untrain(self, record: Record, taken: Taken) -> None:
         """Store a record again that :meth:`train` booked, as if it had never left."""
         self.ledger.untrain(record.members, record.tokens, taken.tokens)
+        self.count_left_out(record, -1)
+        self._count_lengths("trained", record.members, -1)
         self.give_back(record)
         if self.changes is not None:
             self.changes.put(record, returned=False)
@@ -374,8 +420,18 @@ class Store:
         ticket = self.tickets.take_back((arriving.task_name, arriving.group_id))
         if self.changes is not None:
             self.changes.settle(ticket)
-        self.ledger.take_back(ticket, arriving)
+        self._take_back(ticket, arriving)
         self.ledger.close(arriving.members, outcome)
+        self._count_lengths(outcome, arriving.members)
+
+    def _take_back(self, ticket: Ticket, arriving: Arriving) -> None:
+        """Book what became of the tokens a group had when it was handed out."""
+        self.ledger.take_back(ticket, arriving)
+        for tokens, _ in ticket.held[len(arriving.states) :]:
+            self.lengths.add("lost", tokens)
+
+    def _count_lengths(self, outcome: str, members: Iterable[Member], sign: int = 1) -> None:
+        self.lengths.add(outcome, *[member.tokens for member in members], sign=sign)
 
     def reject(self, arriving: Arriving, outcome: str, cleared: Cleared) -> None:
         """Count and release a group that will not be stored."""
@@ -390,6 +446,7 @@ class Store:
                 self.changes.finish(arriving.task_name, arriving.group_id)
             self.ledger.produced += arriving.tokens
             self.ledger.close(arriving.members, outcome)
+            self._count_lengths(outcome, arriving.members)
         statuses = [state.status for state in arriving.states]
         _discard_states(arriving.states, cleared)
         for state, status in zip(arriving.states, statuses, strict=True):

@@ -57,12 +57,14 @@ def summaries_of(arriving: Arriving, name: str | None) -> list[RolloutState]:
     # One object for all members: it is sent, and held, once.
     names = ("", None) if name is None else (f"{name}.r", f"{name}.p")
     return [
-        _summary(state, steps, member.tokens, *names)
+        _summary(state, steps, member.tokens, *names, agentic=arriving.agentic)
         for state, steps, member in zip(arriving.states, arriving.steps, arriving.members, strict=True)
     ]
 
 
-def _summary(state: RolloutState, steps: Any, tokens: int, response: str, prompt: str | None) -> RolloutState:
+def _summary(
+    state: RolloutState, steps: Any, tokens: int, response: str, prompt: str | None, *, agentic: bool
+) -> RolloutState:
     runs = ModelSteps() if steps is None else steps if type(steps) is ModelSteps else ModelSteps.from_list(steps)
     if len(runs) != tokens:
         runs = ModelSteps.from_runs([(0, tokens)])
@@ -77,8 +79,9 @@ def _summary(state: RolloutState, steps: Any, tokens: int, response: str, prompt
     if state.response_mask is not None:
         mask: Any = state.response_mask
         summary.response_mask = mask_runs(mask)  # type: ignore[assignment]
-    if state.input_ids is not None or state.labels is not None:
-        summary.input_ids = []  # says that the token rule does not apply
+    if agentic:
+        # The token rule does not apply; every member says so, as the one that had the training tensors may be reset.
+        summary.input_ids = []
     return summary
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pystale.batch import TrainBatch
+from pystale.in_flight import wait_for_stragglers
 from pystale.journal import Journal
 from pystale.masks import Taken
 from pystale.record import Record
@@ -13,7 +14,7 @@ from pystale.writing import Writes
 if TYPE_CHECKING:
     from pystale.operations import Operations
 
-__all__ = ["Claim", "claim_train_batch"]
+__all__ = ["Claim", "claim_train_batch", "steps_of"]
 
 
 class Claim(NamedTuple):
@@ -45,11 +46,21 @@ async def claim_train_batch(
 ) -> Claim:
     """Refresh, and claim a batch of what is left.
 
-    Claims nothing until what the refresh released is freed, so that nothing but the journal is waited for while groups
-    are nowhere; and returns in the moment it has claimed.
+    Claims nothing until what the refresh released is freed and no straggler is left, so that nothing but the journal is
+    waited for while groups are nowhere; and returns in the moment it has claimed.
     """
+    waited = 0.0
     while True:
         claim, effects = operations.claim_train_batch(sizes, train_step)
         if claim is not None:
+            claim.batch.straggler_s = waited
             return claim
         await effects.finish(waiting)
+        if effects.straggling:
+            steps, limit = steps_of(sizes, train_step), operations.straggler_timeout_s
+            waited += await wait_for_stragglers(operations.in_flight, steps, limit, waited, waiting)
+
+
+def steps_of(sizes: Mapping[str, int], train_step: int) -> dict[str, int]:
+    """Step that each task is taken for; tasks of which nothing is taken are left out."""
+    return {task_name: train_step for task_name, n in sizes.items() if n}

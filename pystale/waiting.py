@@ -7,6 +7,7 @@ nothing in it suspends, so that :func:`finished` runs it to its end in one go.
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -33,6 +34,9 @@ class Waiting(Protocol):
 
     def alarm(self) -> Alarm:
         """A new alarm for whoever waits this way."""
+
+    def clock(self) -> float:
+        """Seconds of the clock that these waits go by."""
 
     async def written(self, journal: Journal, entry: int) -> None:
         """Until an entry of the journal is on disk."""
@@ -70,6 +74,9 @@ class _InEventLoop:
     def alarm(self) -> Alarm:
         return _LoopAlarm()
 
+    def clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
     async def written(self, journal: Journal, entry: int) -> None:
         await journal.durable(entry)
 
@@ -105,6 +112,9 @@ class _ThreadAlarm:
 class _OnThread:
     def alarm(self) -> Alarm:
         return _ThreadAlarm()
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     async def written(self, journal: Journal, entry: int) -> None:
         journal.wait(entry)

@@ -32,7 +32,8 @@ class Controller:
 class Site:
     """Buffer, samplers, agent loops and a manager of one or several tasks.
 
-    `tasks` is a mapping of task name to ``(weight, agent loop, settings)``.
+    `tasks` is a mapping of task name to ``(weight, agent loop, settings)``; `manager` and `buffer` hold further
+    settings of these.
     """
 
     manager_class, config_class = AgentLoopManager, AsyncProduceStrategyConfig
@@ -52,6 +53,7 @@ class Site:
         controller=None,
         config_class=None,
         manager=(),
+        buffer=(),
         **settings,
     ):
         tasks = tasks or {"default": (1, loop or ScriptedLoop(), {})}
@@ -71,7 +73,10 @@ class Site:
                 {name: strategy.rule for name, strategy in self.strategies.items()},
                 tail_batch_trigger_size={name: s.tail_batch_trigger_size for name, s in self.strategies.items()},
                 max_rerolls=self.strategy.max_rerolls,
+                group_mode=self.strategy.group_mode,
+                min_fresh=self.strategy.min_fresh,
                 on_release=on_release,
+                **dict(buffer),
             )
         self.samplers = {
             name: self.sampler(prompts if isinstance(prompts, int) else list(prompts), group_size) for name in tasks

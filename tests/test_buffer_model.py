@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollouts import balance
 
 from pystale import ModelSteps, ReplayBuffer, RolloutState, StalenessRule, Status
+from pystale.lengths import LengthAccumulator
 
 C, A, E, F, X, U = (
     Status.COMPLETED,
@@ -110,15 +111,20 @@ members_strategy = st.lists(
 
 
 class BufferAgainstModel(RuleBasedStateMachine):
-    @initialize(order=st.sampled_from(["fifo", "stalest_first", "oldest_prompt_first", "freshest_first"]))
-    def make(self, order):
-        self.order = order
+    @initialize(
+        order=st.sampled_from(["fifo", "stalest_first", "oldest_prompt_first", "freshest_first"]),
+        min_fresh=st.sampled_from([None, None, 1, 2, 3]),
+    )
+    def make(self, order, min_fresh):
+        self.order, self.min_fresh = order, min_fresh
         self.buffer = self.new_buffer()
         self.stored, self.lent = [], []
         self.train_step, self.arrivals, self.ids = None, 0, 0
         self.now = 5
         self.discarded, self.produced, self.trained = Counter(), 0, 0
         self.masked_stale = self.masked_semantic = 0
+        self.left_out = Counter()
+        self.lengths = LengthAccumulator()
 
     def new_buffer(self):
         return ReplayBuffer(
@@ -126,6 +132,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
             order=self.order,
             tail_batch_trigger_size={task: trigger for task, (_, trigger) in TASKS.items()},
             max_rerolls=MAX_REROLLS,
+            **({} if self.min_fresh is None else {"group_mode": "members", "min_fresh": self.min_fresh}),
         )
 
     # The model's life cycle
@@ -133,6 +140,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def discard_group(self, model, reason):
         self.discarded[reason] += model.tokens
         for member in model.members:
+            self.lengths.add(reason, len(member.steps))
             member.steps = []
         if model in self.stored:
             self.stored.remove(model)
@@ -141,21 +149,40 @@ class BufferAgainstModel(RuleBasedStateMachine):
         """Returns whether the group entered EXPIRED or left."""
         if not expired:
             return False
+        if self.goes_on(model, expired):
+            self.reset(expired)
+            return False
         if TASKS[model.task][1] < 0:
             self.discard_group(model, "expired")
             return True
         if model.rerolls >= MAX_REROLLS:
             self.discard_group(model, "max_rerolls")
             return True
-        for member in expired:
-            self.discarded["expired"] += len(member.steps)
-            member.steps, member.mask, member.status = [], None, E
+        self.reset(expired)
         entered = model.status is not E
         model.status = E
         return entered
 
+    def reset(self, members):
+        for member in members:
+            self.discarded["expired"] += len(member.steps)
+            self.lengths.add("expired", len(member.steps))
+            member.steps, member.mask, member.status = [], None, E
+
+    def goes_on(self, model, expired=()):
+        """Whether a finished group is trained with those of its members that are fresh."""
+        fresh = [m for m in model.members if m.status is C and m not in expired]
+        return (
+            self.min_fresh is not None
+            and model.status is C
+            and {m.status for m in model.members} <= {C, E}
+            and len(fresh) >= self.min_fresh
+        )
+
     def store(self, model):
-        model.status = model.statuses()
+        model.status = C
+        if not self.goes_on(model):
+            model.status = model.statuses()
         model.key = model.new_key(self.order)
         self.stored.append(model)
         if model.status in AGEING:
@@ -228,12 +255,15 @@ class BufferAgainstModel(RuleBasedStateMachine):
         if len(pools["a"]) < a or len(pools["c"]) < c:
             assert not batch
             return
-        total = 0
+        total, left_out = 0, Counter()
         for task, models in pools.items():
             assert [g[0].group_id for g in batch[task]] == [m.gid for m in models]
             for model, states in zip(models, batch[task], strict=True):
                 self.stored.remove(model)
-                for member, state in zip(model.members, states, strict=True):
+                fresh = [m for m in model.members if m.status is C]
+                assert len(fresh) >= min(self.min_fresh or len(model.members), len(model.members))
+                left_out[task] += len(model.members) - len(fresh)
+                for member, state in zip(fresh, states, strict=True):
                     applies = model.masks_tokens() and member.trainable()
                     threshold = model.rule.token_stale_threshold if applies else None
                     ones = member.fresh(self.now, threshold)
@@ -245,10 +275,13 @@ class BufferAgainstModel(RuleBasedStateMachine):
                         assert state.seq_staleness == member.staleness(self.now)
                     assert member.staleness(self.now) < model.rule.stale_threshold
                     total += len(ones)
+                    self.lengths.add("trained", len(member.steps))
                     self.trained += len(ones)
                     self.masked_stale += len(member.trainable()) - len(ones)
                     self.masked_semantic += len(member.steps) - len(member.trainable())
         assert batch.trainable_tokens == total
+        assert batch.left_out_by_task == {"a": left_out["a"], "c": left_out["c"]}
+        self.left_out += left_out
 
     @rule(task=st.sampled_from(sorted(TASKS)), status=st.sampled_from(list(Status)), n=st.integers(0, 3))
     def get(self, task, status, n):
@@ -294,6 +327,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
             return
         model, states = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
         self.buffer.sync.settle([states], outcome)
+        for member in model.members:
+            self.lengths.add(outcome, len(member.steps))
         if outcome != "trained":
             self.discarded[outcome] += model.tokens
             return
@@ -313,6 +348,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
             self.buffer.sync.save(directory)
             self.buffer = self.new_buffer()
             self.buffer.sync.resume(directory)
+        self.lengths = LengthAccumulator()
         self.stored += [model for model, _ in self.lent]  # back where they came from, as they were
         self.lent.clear()
 
@@ -334,6 +370,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
             "stored": sum(m.tokens for m in self.stored),
             "in_flight": sum(m.tokens for m, _ in self.lent),
         }
+        report = self.buffer.report()
+        assert (report.left_out, report.lengths) == (self.left_out, self.lengths)
         produced, used = balance(ledger)
         assert produced == used
 

@@ -336,6 +336,7 @@ def test_the_last_of_two_writers_to_commit_wins(tmp_path: Path, monkeypatch: pyt
     assert set(files(tmp_path)) == listed(tmp_path)
 
 
+@pytest.mark.threads
 def test_many_writers_at_once_leave_one_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "SHARD_GROUPS", 2)
     faults: list[BaseException] = []

@@ -13,6 +13,8 @@ from pystale import ReplayBuffer, StalenessRule, Status
 C, A, E = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
 GUARD = 20  # seconds; only keeps a broken wait from hanging the run
 
+pytestmark = pytest.mark.threads
+
 
 def make(**more):
     return ReplayBuffer(**{"rule": StalenessRule(2, 0), "tail_batch_trigger_size": 0, **more})

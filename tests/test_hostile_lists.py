@@ -87,6 +87,7 @@ def test_a_list_that_changes_its_length_during_the_call_is_an_error(change: Call
     assert (out == 7).all()
 
 
+@pytest.mark.threads
 def test_lists_changed_by_other_threads_never_crash() -> None:
     steps = [4] * 5000
     mask: list[Any] = [1] * 5000
@@ -130,6 +131,7 @@ def test_lists_changed_by_other_threads_never_crash() -> None:
     assert answered > 0
 
 
+@pytest.mark.threads
 def test_model_steps_that_grow_in_other_threads_give_whole_answers() -> None:
     steps = ModelSteps()
     done = threading.Event()

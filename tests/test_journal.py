@@ -45,6 +45,7 @@ def picture(buffer):
     """All a store holds, what is handed out where it was; by arrival."""
     store = buffer.operations.store
     seen = {"train_step": store.train_step, "arrivals": store.arrivals, "own": store.own_group_ids}
+    seen["left_out"] = buffer.report().left_out
     for record in [*store.records.values(), *store.tickets.values()]:
         content = json.loads(encode(record, None).line)
         content["header"].pop("in_flight", None)
@@ -91,13 +92,15 @@ def test_steps_are_in_the_journal_as_they_were_stamped(tmp_path):
     assert list(other.sync.take_batch({"default": 1})["default"][0][0].response_model_steps) == [5, 5]
 
 
+@pytest.mark.parametrize("mode", [{}, {"group_mode": "members"}], ids=["all", "members"])
 @pytest.mark.parametrize("retries", [-1, 0])
-def test_playing_back_is_exact_whatever_happened(tmp_path, monkeypatch, rng, retries):
+def test_playing_back_is_exact_whatever_happened(tmp_path, monkeypatch, rng, retries, mode):
     """Random operations and checkpoints; after each of many, a crash is played back, under the same rule or another."""
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    rules = {"rule": StalenessRule(1, 0), "max_rerolls": 1, "tail_batch_trigger_size": retries}
-    with pytest.warns(UserWarning, match="discarded for good") if retries < 0 else pytest.MonkeyPatch.context():
+    rules = {"rule": StalenessRule(1, 0), "max_rerolls": 1, "tail_batch_trigger_size": retries, **mode}
+    warned = retries < 0 and not mode
+    with pytest.warns(UserWarning, match="discarded for good") if warned else pytest.MonkeyPatch.context():
         buffer = make(tmp_path / "j", **rules)
     b, now, lent, saved = buffer.sync, 1, [], False
     for number in range(120):
@@ -479,6 +482,7 @@ def test_a_refresh_that_moves_nothing_waits_for_nothing(tmp_path, disk):
     assert other.operations.store.train_step == 7
 
 
+@pytest.mark.threads
 def test_many_threads_and_a_crash(tmp_path, monkeypatch):
     buffer = make(tmp_path / "j", journal_delay=0.001)
     trained = []

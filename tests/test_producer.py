@@ -45,6 +45,8 @@ def test_the_defaults_accept_only_what_the_current_weights_generate():
         "tail_batch_trigger_size": -1,
         "spare_aborted": False,
         "max_rerolls": None,
+        "group_mode": "all",
+        "min_fresh": 1,
         "max_retries": 3,
         "is_valid_sample_fn": None,
         "should_continue_fn": None,
@@ -69,6 +71,8 @@ WRONG = [
     *itertools.product(("over_sample_threshold",), [True, "0.5", math.nan, math.inf, -math.inf, -0.1, None]),
     *itertools.product(("enable_partial_rollout", "spare_aborted"), [1, 0, "true", None]),
     *itertools.product(("is_valid_sample_fn", "should_continue_fn"), [True, 1, "len"]),
+    *itertools.product(("group_mode",), ["some", None, 1]),
+    *itertools.product(("min_fresh",), [0, True, 2]),  # 2 says nothing of whole groups
     ("max_stalenes", 1),
     ("stale_threshold", 1),
 ]
@@ -183,6 +187,7 @@ def refused(line, error, message, **arguments):
         ({"rule": StalenessRule(1, 0, 1, True)}, "spare_aborted"),
         ({"tail_batch_trigger_size": 4}, "tail_batch_trigger_size"),
         ({"max_rerolls": None}, "max_rerolls"),
+        ({"group_mode": "members"}, "group_mode"),
     ],
 )
 def test_a_buffer_with_other_settings_is_refused(settings, name):

@@ -331,6 +331,7 @@ def test_resume_is_refused_where_it_could_mix_things_up(tmp_path):
     assert len(used) == 1
 
 
+@pytest.mark.threads
 def test_the_state_saved_is_the_state_at_the_call(tmp_path, monkeypatch):
     """While the save is held up, every kind of change happens to groups it has not written yet."""
     buffer = make(rule=StalenessRule(2, 0))

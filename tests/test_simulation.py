@@ -174,6 +174,8 @@ class Run:
             on_release=on_release,
             controller=self.engine if rng.random() < 0.5 else None,
             max_rerolls=rng.choice((None, None, 2)),
+            **rng.choice(({}, {}, {"group_mode": "members"}, {"group_mode": "members", "min_fresh": 2})),
+            buffer={"wait_for_stragglers": rng.random() < 0.4},
             pause_repeat_s=3,
             pause_limit_s=20,
         )
@@ -194,6 +196,7 @@ class Run:
         """Nothing is running, and no group is anywhere but stored, trained or gone."""
         assert self.engine.requests == 0
         assert IN_FLIGHT not in self.buffer.places.values()
+        assert not self.buffer.report().reserved
         assert self.buffer.ledger()["in_flight"] == 0
 
     def check_batch(self, result, train_step):

@@ -13,9 +13,11 @@ from typing import Any
 
 from pystale.arguments import Sizes, checked_seconds, checked_sizes, checked_task_name
 from pystale.buffer import ReplayBuffer
+from pystale.buffer_report import BufferReport
 from pystale.checkpoint import DOCUMENT
 from pystale.integrations.ray.bookings import Bookings, Call, Name, TakenBatch, status_of
 from pystale.integrations.ray.room import Room, checked_bound
+from pystale.policy import GroupMode
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status, as_status
@@ -45,7 +47,8 @@ def checked_settings(rule: Any, settings: Mapping[str, Any]) -> None:
     checked_int("checkpoint_entries", of_buffer.pop("checkpoint_entries", 1), at_least=1)
     for name in ("lease_s", "grace_s"):
         checked_seconds(name, of_buffer.pop(name, 1.0), positive=True)
-    unknown = of_buffer.keys() - {"order", "tail_batch_trigger_size", "max_rerolls", "journal_delay"}
+    known = {"order", "tail_batch_trigger_size", "max_rerolls", "journal_delay", "group_mode", "min_fresh"}
+    unknown = of_buffer.keys() - known
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}; see ReplayBufferActor for those there are")
     ReplayBuffer(rule, **of_buffer)
@@ -76,7 +79,8 @@ class ReplayBufferActor:
     grace_s : float, default 600
         Payloads are let go when their put has not come for so many seconds.
     **settings
-        Of the buffer: ``rule``, ``order``, ``tail_batch_trigger_size``, ``max_rerolls``, ``journal_delay``.
+        Of the buffer: ``rule``, ``order``, ``tail_batch_trigger_size``, ``max_rerolls``, ``group_mode``, ``min_fresh``,
+        ``journal_delay``.
     """
 
     def __init__(
@@ -123,6 +127,8 @@ class ReplayBufferActor:
             "order": self._buffer.order,
             "tail_batch_trigger_size": settings.get("tail_batch_trigger_size", -1),
             "max_rerolls": self._buffer.max_rerolls,
+            "group_mode": self._buffer.group_mode,
+            "min_fresh": self._buffer.min_fresh,
             "lease_s": lease_s,
         }
         if journal.used or (self._directory / DOCUMENT).exists():
@@ -286,7 +292,10 @@ class ReplayBufferActor:
         name: Name = (checked_task_name(task_name), group[0].group_id)
         self._hold(group)
         try:
-            completed = all(state.status is Status.COMPLETED for state in group)
+            statuses = {state.status for state in group}
+            completed = statuses == {Status.COMPLETED} or (
+                self._buffer.group_mode is GroupMode.MEMBERS and statuses == {Status.COMPLETED, Status.EXPIRED}
+            )
             async with self._room.of(task_name) if completed else _nothing():
                 if lease is not None and self._bookings.lent.get(name) != lease:
                     logger.warning(
@@ -476,6 +485,9 @@ class ReplayBufferActor:
 
     async def ledger(self) -> dict[str, Any]:
         return self._operations.ledger()
+
+    async def buffer_report(self) -> BufferReport:
+        return self._operations.report()
 
     async def flush(self) -> None:
         await self._buffer.flush()

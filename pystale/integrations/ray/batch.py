@@ -8,7 +8,7 @@ from pystale._objects import measure, trainable_masks
 from pystale.batch import TrainBatch
 from pystale.integrations.ray.keeper import PayloadsLost
 from pystale.staleness import StalenessRule
-from pystale.state import RolloutState
+from pystale.state import RolloutState, Status
 from pystale.summary import assembled
 
 __all__ = ["BatchRefs", "GroupRefs"]
@@ -83,24 +83,34 @@ class BatchRefs:
         rest = iter(payloads)
         states: dict[str, list[list[RolloutState]]] = {}
         tokens: dict[str, int] = {}
+        left_out: dict[str, int] = {}
         for task_name, groups in self.groups.items():
-            states[task_name], tokens[task_name] = [], 0
+            states[task_name], tokens[task_name], left_out[task_name] = [], 0, 0
             for refs in groups[rank::world_size]:
                 prompts = next(rest)
                 group = assembled(refs.summaries, prompts, None if refs.responses is None else next(rest))
-                tokens[task_name] += write_group_masks(group, self.rules[task_name], self.train_step)
-                states[task_name].append(group)
+                tokens[task_name] += write_group_masks(
+                    group, self.rules[task_name], self.train_step, agentic=is_agentic(refs.summaries)
+                )
+                # The actor has them in their places, by which payloads are found; they are left out here.
+                fresh = [state for state in group if state.status is not Status.EXPIRED]
+                left_out[task_name] += len(group) - len(fresh)
+                states[task_name].append(fresh)
             if world_size == 1 and tokens[task_name] != self.trainable_tokens_by_task[task_name]:
                 raise PayloadsLost(
                     f"task {task_name!r}: the payloads have {tokens[task_name]} tokens in the loss, their summaries "
                     f"{self.trainable_tokens_by_task[task_name]}; they do not belong together, and must not be trained"
                 )
-        return TrainBatch(states, tokens)
+        return TrainBatch(states, tokens, left_out)
 
 
-def write_group_masks(group: list[RolloutState], rule: StalenessRule, train_step: int) -> int:
+def is_agentic(summaries: Sequence[RolloutState]) -> bool:
+    """Whether a group came with training tensors, so that the token rule does not apply to it."""
+    return any(summary.input_ids is not None for summary in summaries)
+
+
+def write_group_masks(group: list[RolloutState], rule: StalenessRule, train_step: int, *, agentic: bool) -> int:
     """Write the masks a group trains with at a step, as the buffer would; returns its tokens in the loss."""
-    agentic = any(state.input_ids is not None or state.labels is not None for state in group)
     members = [measure(state, state.response_model_steps) for state in group]
     threshold = rule.token_stale_threshold
     masks, tokens = trainable_masks(group, members, threshold is not None and not agentic, train_step, threshold)

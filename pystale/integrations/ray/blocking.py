@@ -5,6 +5,7 @@ from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.group import Group
 from pystale.integrations.ray.batch import BatchRefs
 from pystale.integrations.ray.calls import ON_THREAD
@@ -90,6 +91,11 @@ class BlockingRayReplayBuffer:
         """See :meth:`RayReplayBuffer.ledger`."""
         account: dict[str, Any] = finished(self._methods.ask("ledger"))
         return account
+
+    def report(self) -> BufferReport:
+        """See :meth:`RayReplayBuffer.report`."""
+        report: BufferReport = finished(self._methods.ask("buffer_report"))
+        return report
 
     def save(self, *, extra: Mapping[str, Any] | None = None) -> None:
         """See :meth:`RayReplayBuffer.save`."""

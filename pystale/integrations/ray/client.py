@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.group import Group
 from pystale.integrations.ray.actor import ReplayBufferActor, checked_settings
 from pystale.integrations.ray.batch import BatchRefs
@@ -37,7 +38,8 @@ class RayReplayBuffer:
     - A put of a COMPLETED group waits while its task has ``max_groups`` of them.
     - :meth:`take_train_batch` acknowledges the batches of earlier steps: their payloads are released. A trainer that is
       started again, and asks for a step whose batch it had taken before, gets the same batch.
-    - :meth:`ledger`, :meth:`settle` and ``len()`` block, as they have to ask the actor.
+    - Takes do not wait for stragglers, and there is no ``reserve``: ``wait_for_stragglers`` is False.
+    - :meth:`ledger`, :meth:`report`, :meth:`settle` and ``len()`` block, as they have to ask the actor.
 
     Parameters
     ----------
@@ -51,6 +53,8 @@ class RayReplayBuffer:
         wants the batches since then once more.
     """
 
+    wait_for_stragglers = False
+
     def __init__(self, actor: Any, *, trainer: str = "trainer", acknowledge: bool = True) -> None:
         self._client = Client(actor, trainer, acknowledge)
         self._methods = Methods(self._client, IN_EVENT_LOOP)
@@ -58,6 +62,7 @@ class RayReplayBuffer:
         self._started: list[Any] = []
         self.order = self._client.order
         self.max_rerolls = self._client.max_rerolls
+        self.group_mode, self.min_fresh = self._client.group_mode, self._client.min_fresh
 
     def __reduce__(self) -> Any:
         return _connected, (self._client.actor, self._client.trainer, self._client.acknowledge)
@@ -277,6 +282,10 @@ class RayReplayBuffer:
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self.sync.ledger()
+
+    def report(self) -> BufferReport:
+        """See :meth:`ReplayBuffer.report`."""
+        return self.sync.report()
 
     async def save(self, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint to the actor's directory; `extra` is kept with it and with later ones."""

@@ -15,6 +15,7 @@ from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, Answers, Together
 from pystale.integrations.ray.keeper import PayloadsLost, keeper_of
+from pystale.policy import GroupMode
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
 from pystale.summary import assembled, payloads_of, summaries_of
@@ -38,6 +39,8 @@ class Client:
         self.triggers: int | Mapping[str, int] = settings["tail_batch_trigger_size"]
         self.order = settings["order"]
         self.max_rerolls: int | None = settings["max_rerolls"]
+        self.group_mode: GroupMode = settings["group_mode"]
+        self.min_fresh: int = settings["min_fresh"]
         self.keepers: dict[str, Any] = settings["keepers"]
         here = keeper_of(ray.get_runtime_context().get_node_id())
         # A node that came later has none; any other does, and then payloads cross the network once more.

@@ -1,6 +1,6 @@
 """A batch of keys: rows of TransferQueue that are to be trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pystale.integrations.transfer_queue.framework import framework
@@ -22,12 +22,18 @@ class KeyBatch:
         Step it was taken for.
     trainable_tokens_by_task : dict of str to int
         Tokens that enter the loss.
+    left_out_by_task : dict of str to int
+        Members of these groups whose rows are not among the keys, since they had expired.
+    straggler_s : float
+        Seconds that the take has waited for stragglers.
     """
 
     partition_id: str
     keys: dict[str, list[list[str]]]
     train_step: int
     trainable_tokens_by_task: dict[str, int]
+    left_out_by_task: dict[str, int] = field(default_factory=dict)
+    straggler_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.keys)
@@ -36,6 +42,11 @@ class KeyBatch:
     def trainable_tokens(self) -> int:
         """Tokens that enter the loss, of the whole batch."""
         return sum(self.trainable_tokens_by_task.values())
+
+    @property
+    def left_out(self) -> int:
+        """Members that had expired, of the whole batch."""
+        return sum(self.left_out_by_task.values())
 
     def rows(self, rank: int = 0, world_size: int = 1) -> list[str]:
         """Keys of a rank in order, every `world_size`-th group of each task: for ``transfer_queue.kv_batch_get``."""

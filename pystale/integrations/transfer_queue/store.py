@@ -6,11 +6,13 @@ from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.batch import TrainBatch
+from pystale.buffer_report import BufferReport
 from pystale.group import Group
 from pystale.integrations.transfer_queue.batch import KeyBatch
 from pystale.integrations.transfer_queue.service import Service
 from pystale.integrations.transfer_queue.work import Work
-from pystale.policy import Order
+from pystale.policy import GroupMode, Order
+from pystale.reservations import Reservation
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule
 from pystale.state import Status
@@ -53,7 +55,8 @@ class TransferQueueStore:
     keep_until_save : bool, default False
         Clear nothing before the next :meth:`save` is done. For a trainer that goes back to its last checkpoint, and
         resumes with ``undo_takes``: TransferQueue has what was taken since then still.
-    order, tail_batch_trigger_size, max_rerolls, journal, journal_delay
+    order, tail_batch_trigger_size, max_rerolls, group_mode, min_fresh, wait_for_stragglers, straggler_timeout_s, \
+    journal, journal_delay
         See :class:`~pystale.ReplayBuffer`.
 
     Raises
@@ -75,6 +78,10 @@ class TransferQueueStore:
         order: str | Order = Order.STALEST_FIRST,
         tail_batch_trigger_size: int | Mapping[str, int] = -1,
         max_rerolls: int | None = None,
+        group_mode: str | GroupMode = GroupMode.ALL,
+        min_fresh: int = 1,
+        wait_for_stragglers: bool = False,
+        straggler_timeout_s: float = 600.0,
         journal: str | os.PathLike[str] | None = None,
         journal_delay: float = 0.005,
     ) -> None:
@@ -94,6 +101,10 @@ class TransferQueueStore:
                 "order": order,
                 "tail_batch_trigger_size": tail_batch_trigger_size,
                 "max_rerolls": max_rerolls,
+                "group_mode": group_mode,
+                "min_fresh": min_fresh,
+                "wait_for_stragglers": wait_for_stragglers,
+                "straggler_timeout_s": straggler_timeout_s,
                 "journal": journal,
                 "journal_delay": journal_delay,
             },
@@ -104,6 +115,9 @@ class TransferQueueStore:
         self.partition_id = partition_id
         self.order = self._buffer.order
         self.max_rerolls = max_rerolls
+        self.group_mode, self.min_fresh = self._buffer.group_mode, self._buffer.min_fresh
+        self.wait_for_stragglers = wait_for_stragglers
+        self.straggler_timeout_s = self._buffer.straggler_timeout_s
 
     # Settings
 
@@ -202,6 +216,14 @@ class TransferQueueStore:
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`. Their rows are cleared. Waits for the journal, if there is one."""
         self.sync.settle(groups, outcome)
+
+    def report(self) -> BufferReport:
+        """See :meth:`ReplayBuffer.report`."""
+        return self._buffer.report()
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`ReplayBuffer.reserve`."""
+        return self._buffer.reserve(group_id, task_name, model_step=model_step)
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
@@ -306,6 +328,14 @@ class BlockingTransferQueueStore:
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`TransferQueueStore.settle`."""
         self._service.wait(self._work.settle(groups, outcome))
+
+    def report(self) -> BufferReport:
+        """See :meth:`TransferQueueStore.report`."""
+        return self._buffer.report()
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`TransferQueueStore.reserve`."""
+        return self._buffer.reserve(group_id, task_name, model_step=model_step)
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`TransferQueueStore.ledger`."""

@@ -170,16 +170,23 @@ class Work:
     async def take_keys(self, sizes: Sizes, train_step: int) -> tuple[KeyBatch, Taken]:
         claim, _ = await self._claim(sizes, train_step, fetch=False)
         batch, taken = await self._hand_over(claim, train_step)
-        keys = {name: [[state.response for state in group] for group in groups] for name, groups in batch.items()}
-        return KeyBatch(self.service.partition_id, keys, train_step, batch.trainable_tokens_by_task), taken
+        keys = {
+            name: [[state.response for state in group if state.status is not Status.EXPIRED] for group in groups]
+            for name, groups in batch.items()
+        }
+        tokens, left_out = batch.trainable_tokens_by_task, batch.left_out_by_task
+        return KeyBatch(self.service.partition_id, keys, train_step, tokens, left_out, batch.straggler_s), taken
 
     async def take(self, sizes: Sizes, train_step: int) -> tuple[TrainBatch, Taken]:
         claim, groups = await self._claim(sizes, train_step, fetch=True)
         batch, taken = await self._hand_over(claim, train_step)
         states: dict[str, list[Group]] = {task_name: [] for task_name in batch}
         for record, group in zip(claim.records, groups, strict=True):
-            states[record.task.name].append(group)
-        return TrainBatch(states, batch.trainable_tokens_by_task), taken
+            # A summary keeps its place in its group; what had expired has no response, and is left out here.
+            states[record.task.name].append([state for state in group if state.status is not Status.EXPIRED])
+        result = TrainBatch(states, batch.trainable_tokens_by_task, batch.left_out_by_task)
+        result.straggler_s = batch.straggler_s
+        return result, taken
 
     def untake(self, result: tuple[Any, Taken]) -> None:
         """Store a batch again whose caller gave up and never got it."""

@@ -168,6 +168,38 @@ def test_it_does_what_a_buffer_in_the_process_does(start: Any, rng: np.random.Ge
     assert len(remote) == len(local)
 
 
+def test_members_that_expired_are_left_out_of_a_batch_also_after_a_kill(start: Any) -> None:
+    buffer = start(StalenessRule(1), group_mode="members", min_fresh=2)
+    for number in range(2):
+        group = group_of(number, [4, 5], size=3)
+        group[1].response_model_steps = [3, 5]
+        assert buffer.sync.put(group, train_step=6) is Status.COMPLETED
+    batch = buffer.sync.take_train_batch({"default": 1}, train_step=6)
+    kill_actor(buffer)
+    batch_after = buffer.sync.take_train_batch({"default": 1}, train_step=6)
+    for number, taken in enumerate((batch, batch_after)):
+        assert [[s.rollout_id, list(s.response_model_steps)] for s in taken["default"][0]] == [
+            [3 * number, [4, 5]],
+            [3 * number + 2, [4, 5]],
+        ]
+        assert (taken.left_out, taken.trainable_tokens) == (1, 4)
+    assert buffer.report().left_out == {"default": 2}
+    assert balanced(buffer.ledger())
+    assert buffer.ledger()["discarded"] == {"expired": 4}
+    buffer.sync.acknowledge(6)
+    assert becomes(0, lambda: payloads(buffer))
+
+
+def test_a_group_is_masked_as_it_was_counted_though_its_agentic_member_is_left_out(start: Any) -> None:
+    buffer = start(StalenessRule(2, 0), group_mode="members")
+    group = group_of(1, [4, 5])
+    group[0].response_model_steps, group[0].input_ids = [2, 5], [1, 2]
+    assert buffer.sync.put(group, train_step=6) is Status.COMPLETED
+    batch = buffer.sync.take_train_batch({"default": 1}, train_step=6)
+    # The token rule does not apply to the group, also to what is left of it.
+    assert (batch.left_out, batch.trainable_tokens, batch.responses[0].response_mask) == (1, 2, None)
+
+
 def test_references_are_released_once_nobody_needs_them(start: Any) -> None:
     buffer = start()
     buffer.sync.put(group_of(0, [3, 3]), train_step=4)

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pystale import RolloutState, StalenessRule, Status
+from pystale import (
+    AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    DisaggAgentLoopManager,
+    DisaggAsyncProduceStrategyConfig,
+    PromptSampler,
+    RolloutState,
+    StalenessRule,
+    Status,
+    TaskSpec,
+)
 
 ray = pytest.importorskip("ray")
 os.environ.setdefault("TQ_NUM_THREADS", "2")
@@ -176,6 +186,41 @@ def test_what_is_reset_keeps_its_prompts_and_what_is_discarded_nothing(make: Any
     assert balanced(store.ledger())
 
 
+def test_members_that_expired_are_left_out_of_batches_and_keys(make: Any) -> None:
+    store = make(StalenessRule(1), group_mode="members", min_fresh=2)
+    for number in range(2):
+        group = group_of(number, [4, 4], size=3)
+        group[1].response_model_steps = [2, 4]
+        assert store.sync.put(group, train_step=5) is Status.COMPLETED
+    batch = store.sync.take_train_batch({"default": 1}, train_step=5)
+    assert [state.rollout_id for state in batch["default"][0]] == [0, 2]
+    assert [state.response_ids.tolist() for state in batch["default"][0]] == [[0, 1], [200, 201]]
+    keys = store.sync.take_keys({"default": 1}, train_step=5)
+    rows = tq.kv_batch_get(keys.rows(), keys.partition_id, ["response_ids"])["response_ids"]
+    assert [row.tolist() for row in rows.unbind()] == [[0, 1], [200, 201]]
+    assert (batch.left_out, keys.left_out, store.report().left_out) == (1, 1, {"default": 2})
+    assert balanced(store.ledger())
+    store.sync.acknowledge(5)
+    assert keys_of(store) == set()
+
+
+def test_a_take_waits_for_stragglers(make: Any) -> None:
+    store = make(StalenessRule(1), wait_for_stragglers=True)
+
+    async def main() -> Any:
+        await store.put(group_of(1, [4]), train_step=5)
+        with store.reserve(2, model_step=3):
+            taking = asyncio.ensure_future(store.take_train_batch({"default": 1}, train_step=5))
+            await asyncio.sleep(0.3)
+            assert not taking.done()
+            await store.put(group_of(2, [3]), train_step=5)
+        return await taking
+
+    batch = asyncio.run(main())
+    assert [state.group_id for state in batch.responses] == [2, 2]
+    assert batch.straggler_s == store.sync.report().straggler_s > 0.2
+
+
 def test_an_aborted_group_goes_on_and_a_settled_one_leaves_nothing(make: Any) -> None:
     store = make()
     store.sync.put(group_of(1, [4, 4], status=Status.ABORTED), train_step=5)
@@ -227,6 +272,54 @@ def test_producers_and_a_trainer_share_a_store_in_an_event_loop(make: Any) -> No
     assert sorted(seen) == [*range(6), *range(100, 106)]
     store.sync.acknowledge(8)
     assert keys_of(store) == set()
+
+
+class Echo:
+    """An agent loop that answers with the prompt, twice."""
+
+    async def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool) -> list[RolloutState]:
+        for state in group:
+            if state.status is not Status.COMPLETED:
+                await asyncio.sleep(0.01)
+                prompt: Any = state.prompt_ids
+                state.response_ids, state.status, state.reward = list(prompt) * 2, Status.COMPLETED, 1.0
+        return group
+
+    async def pause(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+def test_managers_run_on_it(make: Any, disaggregated: bool) -> None:
+    config = DisaggAsyncProduceStrategyConfig if disaggregated else AsyncProduceStrategyConfig
+    strategy: Any = config(max_staleness=1, tail_batch_trigger_size=0, over_sample_threshold=0.5).build()
+    store = make(strategy.rule)
+    task = TaskSpec("echo", Echo(), PromptSampler(([n, n] for n in range(1000)), store, group_size=2), strategy)
+
+    async def colocated() -> None:
+        manager = AgentLoopManager(task, store)
+        for train_step in range(1, 5):
+            check(await manager.produce_batch(4, train_step, model_step=train_step - 1))
+
+    async def beside() -> None:
+        manager = DisaggAgentLoopManager(task, store, model_step=0, train_step=1)
+        producing = asyncio.create_task(manager.produce_loop(4))
+        for train_step in range(1, 5):
+            check(await manager.get_batch(4, train_step))
+            await manager.pause_produce()
+            await manager.continue_produce(train_step)
+        await manager.shutdown()
+        await producing
+
+    def check(result: Any) -> None:
+        assert len(result.groups) == 4
+        assert result.trainable_tokens == 32
+        assert all(list(state.response_ids) == [*state.prompt_ids] * 2 for group in result.groups for state in group)
+
+    asyncio.run(beside() if disaggregated else colocated())
+    ledger = store.ledger()
+    assert (ledger["trained"], ledger["in_flight"]) == (4 * 32, 0)
+    assert balanced(ledger)
 
 
 def test_calls_that_are_cancelled_at_any_moment_take_nothing_along(make: Any) -> None:
