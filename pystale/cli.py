@@ -229,56 +229,13 @@ def demo(
         raise typer.BadParameter("--checkpoint-every needs --checkpoint DIR")
     if trace == "":
         raise typer.BadParameter("--trace is empty; name a file")
-    if engine == "ray" and trace is not None:
-        raise typer.BadParameter("--trace records a run with --engine local only; leave one of the two out")
     if report == "":
         raise typer.BadParameter("--report is empty; name a directory")
+    if engine == "ray" and trace is not None:
+        raise typer.BadParameter("--trace records a run with --engine local only; leave one of the two out")
     if engine == "ray" and checkpoint is not None:
         raise typer.BadParameter("--checkpoint keeps a run with --engine local only; leave one of the two out")
     return functools.partial(_demo, settings, checkpoint, checkpoint_every, engine, trace, report)
-
-
-@app.command(
-    help="Measure on this machine what pystale saves, in about a minute.\n\n"
-    "Masks, the question whether a token is left to train, put, refresh and take are compared with list "
-    "comprehensions and NumPy. Both sides must give the same results before they are timed, in turn. Ctrl-C ends it "
-    "with what was measured so far."
-)
-def bench(
-    seconds: Annotated[
-        int,
-        typer.Option(
-            parser=_integer(1, 3600),
-            metavar="N",
-            help="Time for all of it. What does not fit in is left out, and named.",
-        ),
-    ] = 60,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
-    plot: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
-    ] = None,
-) -> Callable[[], int]:
-    if plot == "":
-        raise typer.BadParameter("--plot is empty; name a directory")
-    return functools.partial(_bench, seconds, as_json, plot)
-
-
-def _bench(seconds: int, as_json: bool, plots: str | None) -> int:
-    from pystale.bench.command import Disagreement, show
-
-    try:
-        if plots is not None:
-            _need_matplotlib("--plot")
-        return show(seconds, as_json=as_json, plots=plots)
-    except BrokenPipeError:
-        raise
-    except Disagreement as error:
-        _refuse(str(error))
-        return 1
-    except ValueError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
 def _limits(*, none: bool) -> Callable[[str], list[int | None]]:
@@ -362,6 +319,49 @@ def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: 
         return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
     except BrokenPipeError:
         raise
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+
+
+@app.command(
+    help="Measure on this machine what pystale saves, in about a minute.\n\n"
+    "Masks, the question whether a token is left to train, put, refresh and take are compared with list "
+    "comprehensions and NumPy. Both sides must give the same results before they are timed, in turn. Ctrl-C ends it "
+    "with what was measured so far."
+)
+def bench(
+    seconds: Annotated[
+        int,
+        typer.Option(
+            parser=_integer(1, 3600),
+            metavar="N",
+            help="Time for all of it. What does not fit in is left out, and named.",
+        ),
+    ] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plots (PNG) to this directory.", show_default=False)
+    ] = None,
+) -> Callable[[], int]:
+    if plot == "":
+        raise typer.BadParameter("--plot is empty; name a directory")
+    return functools.partial(_bench, seconds, as_json, plot)
+
+
+def _bench(seconds: int, as_json: bool, plots: str | None) -> int:
+    from pystale.bench.command import Disagreement, show
+
+    try:
+        if plots is not None:
+            _need_matplotlib("--plot")
+        return show(seconds, as_json=as_json, plots=plots)
+    except BrokenPipeError:
+        raise
+    except Disagreement as error:
+        _refuse(str(error))
+        return 1
     except ValueError as error:
         return _refuse(str(error))
     except OSError as error:

@@ -341,7 +341,6 @@ def ticks() -> Any:
     thread.join()
 
 
-@pytest.mark.threads
 def test_large_arrays_let_other_threads_run(ticks: list[int]) -> None:
     steps = np.zeros(16 * _objects.GIL_RELEASE_TOKENS, np.int16)
     offsets = np.array([0, len(steps)])

@@ -243,8 +243,8 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
 
 
 def test_a_later_version_is_refused(copied):
-    rewrite(copied, lambda demo: demo.update(version=2))
-    with pytest.raises(ValueError, match="holds a run of version 2, known is 1"):
+    rewrite(copied, lambda demo: demo.update(version=3))
+    with pytest.raises(ValueError, match="holds a run of version 3, known is 2"):
         Run(settings("colocated", 3), RunDirectory(copied))
 
 

@@ -6,7 +6,7 @@ from rollouts import balance, state
 
 from pystale import ModelSteps, ReplayBuffer, StalenessRule, Status
 
-WARM_UP = 12  # trainer steps, until every kind of group is stored in the share it keeps
+WARM_UP = 8  # trainer steps, until every kind of group is stored in the share it keeps
 
 
 def new_group(number: int, step: int) -> list:
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, stored: int) -> None:
         self.full = stored
-        self.stored = ReplayBuffer(StalenessRule(5, 2), tail_batch_trigger_size=0, max_rerolls=2)
+        self.stored = ReplayBuffer(StalenessRule(6, 4), tail_batch_trigger_size=0, max_rerolls=2)
         self.buffer = self.stored.sync
         self.step, self.groups, self.expired = 4, 0, 0
 
