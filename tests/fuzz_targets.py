@@ -31,6 +31,10 @@ from pystale import (
     seq_staleness,
 )
 from pystale.checkpoint_reader import read_checkpoint
+from pystale.replay.engine import replay
+from pystale.replay.history import read_history
+from pystale.replay.whatif import WhatIf
+from pystale.trace_lines import TraceError
 
 __all__ = ["CORPUS", "TARGETS"]
 
@@ -259,3 +263,19 @@ def journal(data: bytes) -> None:
             buffer.sync.close()
         produced, accounted_for = balance(buffer.ledger())
         same(produced, accounted_for)
+
+
+@target
+def trace(data: bytes) -> None:
+    """A whole trace. What can be read of it is replayed, under its own limits and others."""
+    with folder() as directory:
+        path = directory / "run.jsonl"
+        path.write_bytes(data)
+        try:
+            history = read_history(path, skip_damaged=True)
+        except TraceError:
+            return
+        recorded, reference = replay(history)
+        for outcome in (recorded, replay(history, WhatIf(0, 0), reference)[0]):
+            produced, accounted_for = balance(outcome.ledger)
+            same(produced, accounted_for)
