@@ -4,7 +4,15 @@ pystale knows the policy version of every token and acts on it: it masks stale t
 and re-rolls groups that have nothing left to train on, and says where every generated token went.
 """
 
-from pystale._core import build_info
+try:
+    from pystale._core import build_info
+except ModuleNotFoundError as error:
+    if error.name != "pystale._core":
+        raise
+    raise ImportError(
+        f"{__path__[0]!r} is pystale's source, without its compiled modules: install it with `pip install .`, and "
+        "start Python in another directory"
+    ) from None
 from pystale._objects import ModelSteps, effective_mask, has_trainable_token, refresh_batch, seq_staleness
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer

@@ -200,7 +200,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Record the run in this file, which must not exist, for pystale replay.",
+            help="Record the run in this file, for pystale replay. It must not exist; to go on, name another.",
             show_default=False,
         ),
     ] = None,

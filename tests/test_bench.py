@@ -292,14 +292,14 @@ def test_in_a_pipe_nothing_moves(process):
     assert "1,000,000 groups stored: the time is over" in out
 
 
-def on_a_terminal(*arguments: str, interrupt_after: str = "", **changed: str) -> tuple[int, str]:
+def on_a_terminal(cwd: Any, *arguments: str, interrupt_after: str = "", **changed: str) -> tuple[int, str]:
     """Exit code and output of the command on a pseudo-terminal 130 columns wide."""
     master, slave = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "130", **changed}
     command = [sys.executable, "-c", SAYS_WHEN_IT_BEGINS, "bench", *arguments]
     written = b""
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+    with subprocess.Popen(command, cwd=cwd, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
         os.close(slave)
         while True:
             try:
@@ -317,16 +317,16 @@ def on_a_terminal(*arguments: str, interrupt_after: str = "", **changed: str) ->
     return code, written.decode(errors="ignore")
 
 
-def test_a_terminal_shows_progress_and_a_table():
-    code, screen = on_a_terminal("--seconds", "1")
+def test_a_terminal_shows_progress_and_a_table(tmp_path):
+    code, screen = on_a_terminal(tmp_path, "--seconds", "1")
     assert code == 0
     assert "│" in screen
     assert "list comprehension" in screen
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")  # the cursor is back
 
 
-def test_ctrl_c_on_a_terminal():
-    code, screen = on_a_terminal("--seconds", "600", interrupt_after="mask of 32,768 tokens, lists")
+def test_ctrl_c_on_a_terminal(tmp_path):
+    code, screen = on_a_terminal(tmp_path, "--seconds", "600", interrupt_after="mask of 32,768 tokens, lists")
     assert code == 130
     assert "Traceback" not in screen
     assert "mask of 32,768 tokens, int32" in screen
@@ -334,8 +334,8 @@ def test_ctrl_c_on_a_terminal():
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
 
 
-def test_a_dumb_terminal_gets_plain_lines():
-    code, screen = on_a_terminal("--seconds", "1", TERM="dumb")
+def test_a_dumb_terminal_gets_plain_lines(tmp_path):
+    code, screen = on_a_terminal(tmp_path, "--seconds", "1", TERM="dumb")
     assert code == 0
     assert "\x1b" not in screen
     assert "| mask of 32,768 tokens, int32" in screen

@@ -365,9 +365,9 @@ def test_an_interrupt_ends_it_with_a_report(moment, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["demo", "--steps", "2"], ["demo", "--nonsense"]])
-def test_started_without_an_output_it_does_its_work_quietly(arguments):
+def test_started_without_an_output_it_does_its_work_quietly(tmp_path, arguments):
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *PYSTALE, *arguments]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert done.returncode == (2 if "--nonsense" in arguments else 0), done.stderr
     assert "Traceback" not in done.stderr
 

@@ -116,7 +116,7 @@ assert save(figure, sys.argv[1], "name").endswith("name.png")
 assert settings() == before
 assert "matplotlib.pyplot" not in sys.modules  # so no backend was chosen, and no figure is kept
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=tmp_path)
 
 
 def test_a_plot_replaces_the_one_before(tmp_path):

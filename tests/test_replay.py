@@ -324,11 +324,11 @@ def test_histograms():
     assert quantile_of(Counter(), 0.95) is None
 
 
-def test_replay_needs_no_plotting_library():
+def test_replay_needs_no_plotting_library(tmp_path):
     code = (
         "import sys, pystale.replay, pystale.cli; sys.exit('matplotlib' in sys.modules or 'rich.live' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0
 
 
 def test_states_of_other_classes_without_ids_are_recognised(tmp_path):

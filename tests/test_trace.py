@@ -467,7 +467,9 @@ buffer = ReplayBuffer(StalenessRule(1), trace=sys.argv[1])
 def put(number):
     buffer.sync.put([RolloutState(group_id=number, response_ids=[1], response_model_steps=[0], status="completed")])
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", start + code, str(path)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", start + code, str(path)], check=True, timeout=120, cwd=path.parent
+    )
     return [line["group"] for line in lines_of(path, "put")]
 
 

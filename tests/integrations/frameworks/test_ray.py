@@ -587,7 +587,7 @@ def test_a_disaggregated_manager_runs_on_it(start: Any) -> None:
     assert balanced(buffer.ledger())
 
 
-@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("mode", [pytest.param("colocated", marks=pytest.mark.long), "disaggregated"])
 def test_the_demo_runs_on_it(mode: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pystale", "demo", "--engine", "ray", "--mode", mode, "--steps", "4"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
