@@ -50,7 +50,10 @@ def prepare_directory(path: str) -> None:
     OSError
         If not; it names the directory.
     """
-    os.makedirs(path, exist_ok=True)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError:
+        raise OSError(errno.ENOTDIR, "is a file, and a directory is needed", path) from None
     try:
         with tempfile.TemporaryFile(dir=path):
             pass

@@ -153,7 +153,7 @@ def test_plots(trace, tmp_path, capsys):
         (["RUN", "--max-token-staleness", "0,never"], "is neither none nor an integer from 0"),
         (["RUN", "--max-token-staleness", ""], "is not a list of limits between commas"),
         (["RUN", "--plot", ""], "--plot is empty"),
-        (["RUN", "--plot", "RUN"], "File exists"),
+        (["RUN", "--plot", "RUN"], "is a file, and a directory is needed"),
         (["RUN", "--plot", "RUN/plots"], "Not a directory"),
         (["RUN", "--batch-groups", "3"], "--batch-groups is for .csv files only"),
         (["RUN", "--batch-groups", "0"], "is not an integer from 1"),

@@ -1,6 +1,7 @@
 """The files of ``pystale demo --report``: plots of a run, and its record as JSON."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -141,7 +142,10 @@ def _tokens(record: Record, directory: str | os.PathLike[str]) -> str:
 
 
 def _latency(record: Record, directory: str | os.PathLike[str]) -> str:
-    figure, axes = new_figure("What a refresh takes, and how long the event loop was away", STEP, "milliseconds")
+    title = "How long the event loop was away"
+    if record.refreshes:
+        title = f"What a refresh takes, and {title.lower()}"
+    figure, axes = new_figure(title, STEP, "milliseconds")
     steps = np.arange(1, record.steps + 1)
     axes.plot(steps, record.gaps_ms, "^", markersize=5, color=GREY, label="longest gap of the loop (heartbeat: 5 ms)")
     refreshes = record.refreshes[: record.steps]
@@ -155,6 +159,8 @@ def _latency(record: Record, directory: str | os.PathLike[str]) -> str:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
+    low, high = axes.get_ylim()
+    axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))  # whole decades have numbers
     axes.set_xlim(0, record.steps + 1)
     legend(figure, columns=2)
     return save(figure, directory, "latency")

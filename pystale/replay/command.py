@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from pystale.files import prepare_directory
 from pystale.replay.conversions import read_csv
 from pystale.replay.engine import ASSUMPTIONS, replay
 from pystale.replay.history import History, read_history
@@ -50,7 +50,7 @@ def show(
     if batch_groups is not None and not is_csv:
         raise ValueError("--batch-groups is for .csv files only; a trace knows its batches")
     if plots is not None:
-        os.makedirs(plots, exist_ok=True)
+        prepare_directory(plots)
     with _progress() as progress:
         reading = progress.add_task("reading", total=None)
         read = functools.partial(read_csv, batch_groups=batch_groups) if is_csv else read_history

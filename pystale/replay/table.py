@@ -105,7 +105,9 @@ def introduction(path: str, history: History, recorded: Outcome) -> list[str]:
 
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What stands under the table."""
-    lines = ["* as recorded. Wasted: generated and not trained. Staleness: of tokens in the loss, in trainer steps."]
+    lines = [
+        "* as recorded. Wasted: masked as stale, or discarded. Staleness: of tokens in the loss, in trainer steps."
+    ]
     if len(outcomes) > 1:
         lines += ["The other rows are what would have happened, assuming:", *(f"- {text}" for text in ASSUMPTIONS)]
     unfilled = [f"{'/'.join(setting_name(o))}: {o.unfilled:,}" for o in outcomes if o.unfilled]

@@ -14,6 +14,7 @@ from pystale.integrations.ray.batch import BatchRefs
 from pystale.integrations.ray.blocking import BlockingRayReplayBuffer
 from pystale.integrations.ray.calls import IN_EVENT_LOOP
 from pystale.integrations.ray.connection import Client, Methods
+from pystale.integrations.ray.framework import ray_module
 from pystale.integrations.ray.keeper import start_keepers
 from pystale.staleness import StalenessRule
 from pystale.state import Status
@@ -102,10 +103,12 @@ class RayReplayBuffer:
 
         Raises
         ------
+        ImportError
+            If Ray is not installed.
         TypeError, ValueError
             For a setting that is not allowed.
         """
-        import ray
+        ray = ray_module()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         checked_settings(rule, settings)  # here, where the caller sees what is wrong
@@ -145,8 +148,7 @@ class RayReplayBuffer:
         acknowledge: bool = True,
     ) -> Buffer:
         """A buffer that another process started under this name."""
-        import ray
-
+        ray = ray_module()
         return cls(ray.get_actor(name, namespace), trainer=trainer, acknowledge=acknowledge)
 
     def shutdown(self) -> None:
