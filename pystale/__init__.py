@@ -6,8 +6,8 @@ and re-rolls groups that have nothing left to train on, and says where every gen
 
 try:
     from pystale._core import build_info
-except ModuleNotFoundError as error:
-    if error.name != "pystale._core":
+except ModuleNotFoundError as _error:
+    if _error.name != "pystale._core":
         raise
     raise ImportError(
         f"{__path__[0]!r} is pystale's source, without its compiled modules: install it with `pip install .`, and "
