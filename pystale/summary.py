@@ -6,14 +6,14 @@ payload. So resetting a member lets go of the name of its response and keeps tha
 go of both, as for any state.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from pystale._objects import ModelSteps
-from pystale.group import Arriving
+from pystale.group import Arriving, read_group
 from pystale.state import RolloutState, Status, as_status
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "names_of",
     "payloads_of",
     "plain_group",
+    "read_rollouts",
     "summaries_of",
+    "task_of",
     "unplain_group",
 ]
 
@@ -36,6 +38,32 @@ RESPONSE_FIELDS = (
 _SUMMARY = ("rollout_id", "group_id", "task_name", "session_id", "prompt_model_step", "seq_staleness", "rerolls")
 
 Payload = list[tuple[Any, ...]]
+
+
+def read_rollouts(
+    group: Sequence[Any], task_name: str, model_step: int | None = None, train_step: int | None = None
+) -> Arriving:
+    """Check and measure a group, see :func:`~pystale.group.read_group`, whose fields are all known here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`~pystale.group.read_group`, and for states that are no RolloutState.
+    """
+    arriving = read_group(group, task_name, model_step=model_step, train_step=train_step)
+    for position, state in enumerate(arriving.states):
+        if type(state) is not RolloutState:
+            raise TypeError(
+                f"member {position} is a {type(state).__name__}; this buffer takes RolloutState objects only"
+            )
+    return arriving
+
+
+def task_of(group: Sequence[Any], lent: Collection[tuple[str, Any]]) -> str:
+    """Task of a group that was handed out, among tasks and ids of all that were."""
+    task_name, group_id = group[0].task_name, group[0].group_id
+    names = [known for known, known_id in lent if known_id == group_id]
+    return names[0] if task_name not in names and len(names) == 1 else str(task_name or "default")
 
 
 def payloads_of(arriving: Arriving) -> tuple[Payload, Payload]:

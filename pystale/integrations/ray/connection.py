@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
-from pystale.group import Arriving, Group, read_group
+from pystale.group import Group
 from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, Answers, Together
@@ -18,7 +18,7 @@ from pystale.integrations.ray.keeper import PayloadsLost, keeper_of
 from pystale.policy import GroupMode
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
-from pystale.summary import assembled, payloads_of, summaries_of
+from pystale.summary import assembled, payloads_of, read_rollouts, summaries_of, task_of
 from pystale.writing import write_arrival
 
 __all__ = ["Client", "Methods"]
@@ -117,7 +117,7 @@ class Methods:
         client.rule(task_name)
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
-        arriving = _read(group, task_name, model_step, train_step)
+        arriving = read_rollouts(group, task_name, model_step, train_step)
         for position, member in enumerate(arriving.members):
             if not member.versioned:
                 raise ValueError(
@@ -236,32 +236,15 @@ class Methods:
         checked_outcome(outcome, OUTCOMES)
         given = []
         for group in groups:
-            task_name = self._task_of(group)
-            given.append((task_name, summaries_of(_read(group, task_name), None)))
+            task_name = task_of(group, self.client.leases)
+            given.append((task_name, summaries_of(read_rollouts(group, task_name), None)))
         await self.call("settle", given, outcome)
         for task_name, summaries in given:
             self.client.leases.pop((task_name, summaries[0].group_id), None)
 
-    def _task_of(self, group: Sequence[Any]) -> str:
-        task_name, group_id = group[0].task_name, group[0].group_id
-        names = [known for known, lent in self.client.leases if lent == group_id]
-        return names[0] if task_name not in names and len(names) == 1 else str(task_name or "default")
-
     async def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> None:
         checked_outcome(outcome, OUTCOMES[1:])
-        arriving = _read(group, checked_task_name(task_name))
+        arriving = read_rollouts(group, checked_task_name(task_name))
         summaries = summaries_of(arriving, None)
         await self.call("reject", task_name, summaries, outcome)
         self.client.leases.pop((task_name, summaries[0].group_id), None)
-
-
-def _read(
-    group: Sequence[Any], task_name: str, model_step: int | None = None, train_step: int | None = None
-) -> Arriving:
-    arriving = read_group(group, task_name, model_step=model_step, train_step=train_step)
-    for position, state in enumerate(arriving.states):
-        if type(state) is not RolloutState:
-            raise TypeError(
-                f"member {position} is a {type(state).__name__}; this buffer takes RolloutState objects only"
-            )
-    return arriving

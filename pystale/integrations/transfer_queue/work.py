@@ -13,7 +13,7 @@ from typing import Any
 from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_task_name
 from pystale.batch import TrainBatch
 from pystale.buffer import ReplayBuffer
-from pystale.group import Arriving, Group, read_group
+from pystale.group import Group
 from pystale.integrations.transfer_queue.batch import KeyBatch
 from pystale.integrations.transfer_queue.framework import framework
 from pystale.integrations.transfer_queue.rows import (
@@ -32,7 +32,7 @@ from pystale.record import Record
 from pystale.saving import Resumed
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
-from pystale.summary import names_of
+from pystale.summary import names_of, read_rollouts, task_of
 from pystale.take import Claim, claim_train_batch
 from pystale.waiting import IN_EVENT_LOOP
 from pystale.writing import write_arrival
@@ -106,7 +106,7 @@ class Work:
         self.buffer.rule(checked_task_name(task_name))
         if train_step is not None:
             train_step = checked_int("train_step", train_step, at_least=1)
-        arriving = _read(group, task_name, model_step, train_step)
+        arriving = read_rollouts(group, task_name, model_step, train_step)
         for position, member in enumerate(arriving.members):
             if not member.versioned:
                 raise ValueError(
@@ -246,15 +246,15 @@ class Work:
         checked_outcome(outcome, OUTCOMES)
         names, summaries = [], []
         for group in groups:
-            task_name = self._task_of(group)
-            summaries.append(summarised(_read(group, task_name), None))
+            task_name = task_of(group, self._lent)
+            summaries.append(summarised(read_rollouts(group, task_name), None))
             names.append((task_name, group[0].group_id))
         self.operations.settle(summaries, outcome)
         await self._returned(names)
 
     async def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> None:
         checked_outcome(outcome, OUTCOMES[1:])
-        arriving = _read(group, checked_task_name(task_name))
+        arriving = read_rollouts(group, checked_task_name(task_name))
         effects = self.operations.reject(summarised(arriving, None), task_name, outcome)
         await effects.finish(IN_EVENT_LOOP)
         await self._returned([(task_name, arriving.group_id)])
@@ -264,11 +264,6 @@ class Work:
         await self.buffer.flush()
         for summaries in gone:
             self._let_go(names_of(summaries))
-
-    def _task_of(self, group: Sequence[Any]) -> str:
-        task_name, group_id = group[0].task_name, group[0].group_id
-        names = [known for known, lent in self._lent if lent == group_id]
-        return names[0] if task_name not in names and len(names) == 1 else str(task_name or "default")
 
     # What TransferQueue has lost, and what is left there
 
@@ -360,15 +355,3 @@ def _masked(records: Sequence[Record], masks: Sequence[Sequence[Any]], found: Fo
             if mask is not None:
                 state.response_mask = mask
     return groups
-
-
-def _read(
-    group: Sequence[Any], task_name: str, model_step: int | None = None, train_step: int | None = None
-) -> Arriving:
-    arriving = read_group(group, task_name, model_step=model_step, train_step=train_step)
-    for position, state in enumerate(arriving.states):
-        if type(state) is not RolloutState:
-            raise TypeError(
-                f"member {position} is a {type(state).__name__}; this store takes RolloutState objects only"
-            )
-    return arriving
