@@ -2,9 +2,8 @@
 
 Needs atheris, which is libFuzzer for Python: it is guided by which lines of pystale an input reaches. Compiled code is
 not seen by it, but is watched by AddressSanitizer if that is how pystale was built. An editable install is not seen
-either. Starts from the inputs that are
-kept; prints the first one that fails, in base64, and exits with another status than 0. Keep that input, under
-``fixtures/fuzz``, when the fault is mended.
+either. Starts from the inputs that are kept; prints the first one that fails, in base64, and exits with another status
+than 0. Keep that input, under ``fixtures/fuzz``, when the fault is mended.
 """
 
 import argparse

@@ -19,6 +19,8 @@ from pystale.bench.comparison import OURS, Comparison, Disagreement, Side, Timin
 from pystale.bench.plan import Bench
 from pystale.bench.table import cells, duration, markdown, times
 
+pytestmark = pytest.mark.whole_run
+
 PATIENCE_S = 120
 TITLES = (*plan.KERNELS, *plan.LONG_LISTS, *plan.STORED)
 SMALL: list[tuple[str, Any]] = [
@@ -39,6 +41,7 @@ def small(monkeypatch):
     monkeypatch.setattr(plan, "KERNELS", tuple(SMALL[:6]))
     monkeypatch.setattr(plan, "LONG_LISTS", tuple(SMALL[6:]))
     monkeypatch.setattr(plan, "SIZES", (100, 200))
+    monkeypatch.setattr(plan, "SHARE", 1e-4)
 
 
 def comparison(title: str = "work of {}", **seconds: tuple[float, ...]) -> Comparison:

@@ -16,6 +16,8 @@ from pystale.demo.grpo import BaseModel
 from pystale.demo.run import Run
 from pystale.replay import read_history, replay
 
+pytestmark = pytest.mark.whole_run
+
 
 @pytest.fixture
 def trace(tmp_path):

@@ -13,6 +13,7 @@ from pystale.bench.machine import available_bytes
 __all__ = ["SIZES", "Bench"]
 
 SIZES = (10_000, 100_000, 1_000_000)  # groups stored
+SHARE = 1 / 40  # of the time, for each comparison
 RESERVE_S = 4.0  # for what is measured on the stored groups once they are there
 MARGIN = 1.25  # memory that nobody has used yet is slower
 FRACTION_OF_MEMORY = 0.5
@@ -86,7 +87,7 @@ class Bench:
                 self._measure(title, functools.partial(make_of, stored))
 
     def _measure(self, title: str, make: Callable[[], list[Side]]) -> None:
-        self.comparisons.append(measure(title, make(), self.seconds / 40))
+        self.comparisons.append(measure(title, make(), SHARE * self.seconds))
 
     def _sizes(self, stored: Stored) -> Iterator[int]:
         """The sizes for which there are time and memory; asked for one after the other, as the earlier are filled."""

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import ray
+import torch
+import transfer_queue as tq
 
 from pystale import (
     AgentLoopManager,
@@ -24,14 +28,7 @@ from pystale import (
     Status,
     TaskSpec,
 )
-
-ray = pytest.importorskip("ray")
-os.environ.setdefault("TQ_NUM_THREADS", "2")
-tq = pytest.importorskip("transfer_queue")
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-from pystale.integrations.transfer_queue import (  # noqa: E402
+from pystale.integrations.transfer_queue import (
     TransferQueueGone,
     TransferQueueStore,
     start_transfer_queue,

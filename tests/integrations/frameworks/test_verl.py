@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("TQ_NUM_THREADS", "2")  # read when transfer_queue is imported
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
