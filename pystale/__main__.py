@@ -25,10 +25,13 @@ def main() -> int:
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Nobody reads any more. What is still buffered must go nowhere, or Python would complain while it exits.
+    except OSError as error:
+        # What is still buffered must go nowhere, or Python would complain while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141  # nobody reads any more
+        print(f"pystale: standard output: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

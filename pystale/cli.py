@@ -34,10 +34,19 @@ def run(arguments: Sequence[str]) -> int:
     usage_error: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
     try:
         todo = app(list(arguments), prog_name="pystale", standalone_mode=False)
+        if callable(todo):
+            return int(todo())
+    except BrokenPipeError:
+        raise
     except usage_error as error:
-        return _refuse(error.format_message())
-    if callable(todo):
-        return int(todo())
+        message = error.format_message().removesuffix(".")
+        if type(error) is not typer.BadParameter and error.ctx is not None:  # one that says no remedy
+            message += f"; see {error.ctx.command_path} --help"
+        return _refuse(message)
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error.strerror or error))
     return todo if isinstance(todo, int) else 0  # help and version have been printed, or Ctrl-C came
 
 
@@ -313,16 +322,9 @@ def replay(
 def _replay(trace: str, max_staleness: Any, max_token_staleness: Any, *, plots: str | None, **options: Any) -> int:
     from pystale.replay.command import show
 
-    try:
-        if plots is not None:
-            _need_matplotlib("--plot")
-        return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
-    except BrokenPipeError:
-        raise
-    except ValueError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+    if plots is not None:
+        _need_matplotlib("--plot")
+    return show(trace, max_staleness, max_token_staleness, plots=plots, **options)
 
 
 @app.command(
@@ -357,15 +359,9 @@ def _bench(seconds: int, as_json: bool, plots: str | None) -> int:
         if plots is not None:
             _need_matplotlib("--plot")
         return show(seconds, as_json=as_json, plots=plots)
-    except BrokenPipeError:
-        raise
     except Disagreement as error:
         _refuse(str(error))
         return 1
-    except ValueError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
 def _need_matplotlib(option: str) -> None:
@@ -389,12 +385,6 @@ def _demo(
         if plots is not None:
             _need_matplotlib("--report")
         return show(settings, directory, None if engine == "local" else _on_ray(), trace, plots=plots)
-    except BrokenPipeError:
-        raise
     except NotKept as error:
         _refuse(str(error))
         return 1
-    except ValueError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))

@@ -11,6 +11,8 @@ from pystale.trace_lines import Event, Header, TraceError, event_of, header_of
 
 __all__ = ["Line", "TraceReader"]
 
+GZIP = b"\x1f\x8b"  # how compressed files begin
+
 
 class Line(NamedTuple):
     """A line of a trace."""
@@ -79,7 +81,8 @@ class TraceReader:
         except Malformed:
             known = False
         if not known:
-            raise TraceError(f"{path!r} is not a trace: its first line has no pystale_trace")
+            why = "unpack it first" if text.startswith(GZIP) else "its first line has no pystale_trace"
+            raise TraceError(f"{path!r} is not a trace: {why}")
         if content["pystale_trace"] != SCHEMA or type(content["pystale_trace"]) is not int:
             raise TraceError(
                 f"{path!r} is a trace of schema {content['pystale_trace']!r:.40}; "

@@ -380,6 +380,19 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
         assert process.stderr.read() == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no file that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--steps", "1"]])
+def test_an_output_that_is_full_is_one_line(tmp_path, arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PYSTALE, *arguments], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
+        )
+    assert done.returncode not in (0, 120)
+    assert done.stderr.splitlines()[-1].startswith("pystale: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_terminal_shows_a_panel_then_the_report(terminal):
     shown = terminal("demo", "--steps", "5")
     assert shown.exit_code() == 0

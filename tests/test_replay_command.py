@@ -1,5 +1,6 @@
 """``pystale replay``, as a shell and a terminal see it, and runs of the demo recorded and replayed."""
 
+import gzip
 import json
 import os
 import re
@@ -173,13 +174,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, why, trace, tmp_path, 
     assert why in err
 
 
-@pytest.mark.parametrize("content", [b"", b"not a trace\n", b"\x00\xff" * 1000])
+@pytest.mark.parametrize("content", [b"", b"not a trace\n", b"\x00\xff" * 1000, gzip.compress(b"a trace")])
 def test_a_file_that_is_no_trace_is_one_line_and_exit_code_2(content, tmp_path, capsys):
     (tmp_path / "file").write_bytes(content)
     assert cli.run(["replay", str(tmp_path / "file")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "is not a trace" in err
+    assert ("unpack it" in err) == content.startswith(b"\x1f\x8b")
 
 
 def test_a_damaged_line_is_one_line_and_exit_code_2(tmp_path, capsys):
