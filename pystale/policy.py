@@ -14,6 +14,17 @@ class Order(enum.Enum):
     """Order in which groups of one pool are handed out; ties go to the earlier arrival.
 
     A group's key is made when it is stored and does not depend on the train step, so refreshing never sorts.
+
+    Attributes
+    ----------
+    FIFO
+        As they arrived.
+    STALEST_FIRST
+        By the oldest model step of the tokens, oldest first.
+    OLDEST_PROMPT_FIRST
+        By the model step at which the prompt was dispatched, oldest first.
+    FRESHEST_FIRST
+        By the oldest model step of the tokens, newest first.
     """
 
     FIFO = "fifo"

@@ -39,7 +39,25 @@ Floats: TypeAlias = list[float] | tuple[float, ...] | NDArray[np.floating[Any]]
 
 
 class Status(enum.Enum):
-    """Where a rollout, or a group of rollouts, stands in its life."""
+    """Where a rollout, or a group of rollouts, stands in its life.
+
+    Attributes
+    ----------
+    INIT
+        Not generated yet.
+    COMPLETED
+        Generated to its end; the only one that is trained.
+    ABORTED
+        Cut off, to be continued or generated anew.
+    EXPIRED
+        Too old to train; to be generated anew, or discarded.
+    FAILED
+        The engine, or what judges the response, gave up.
+    FILTERED
+        Generated, and refused by ``is_valid_sample_fn`` or another filter.
+    ARCHIVED
+        Put away by whoever owns it. No buffer or producer of pystale gives it.
+    """
 
     INIT = "init"
     COMPLETED = "completed"
