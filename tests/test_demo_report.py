@@ -16,7 +16,7 @@ from pystale.demo.settings import MODES, Settings
 
 pytestmark = pytest.mark.whole_run
 
-PLOTS = ["latency.png", "reward.png", "staleness.png", "staleness_over_steps.png", "tokens.png"]
+PLOTS = ["latency.png", "reward.png", "staleness.png", "staleness-over-steps.png", "tokens.png"]
 
 
 @pytest.fixture(autouse=True)

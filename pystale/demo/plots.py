@@ -106,7 +106,7 @@ def _staleness_over_steps(record: Record, directory: str | os.PathLike[str]) -> 
     axes.set_xlim(0.5, record.steps + 0.5)
     axes.grid(visible=False)
     legend(figure, columns=4)
-    return save(figure, directory, "staleness_over_steps")
+    return save(figure, directory, "staleness-over-steps")
 
 
 def _count(record: Record, steps: Sequence[int], age: int | None) -> int:

@@ -159,11 +159,16 @@ def _trade_off(outcomes: Sequence[Outcome]) -> Any:
         )
     axes.set_ylim(0, 105)
     axes.margins(x=0.1)
-    near: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
     low, high = axes.get_xlim()
+    near: list[list[tuple[float, float, str]]] = []  # points whose names would overlap
     for x, y, name in (point for points in curves.values() for point in points):
-        near.setdefault((round(16 * (x - low) / (high - low)), round(y / 8)), []).append((x, y, name))
-    for points in near.values():
+        for points in near:
+            if any(abs(x - there[0]) < (high - low) / 16 and abs(y - there[1]) < 8 for there in points):
+                points.append((x, y, name))
+                break
+        else:
+            near.append([(x, y, name)])
+    for points in near:
         x, y, _ = max(points)
         names = ", ".join(dict.fromkeys(name for _, _, name in points))
         axes.annotate(names, (x, y), xytext=(12, -5), textcoords="offset points", fontsize=12, color=INK, zorder=20)
