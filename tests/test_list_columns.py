@@ -74,12 +74,15 @@ def test_every_bit_of_a_float_is_kept():
 
 
 def test_nothing_is_kept_of_what_could_not_be_packed():
-    pack_lists([[1] * 1000, [None]])
-    gc.collect()
-    before = gc.get_objects()
-    for _ in range(100):
-        pack_lists([[1] * 1000, [None]])
-    assert len(gc.get_objects()) < len(before) + 50
+    def growth() -> int:
+        gc.collect()
+        before = gc.get_objects()
+        for _ in range(100):
+            pack_lists([[1] * 1000, [None]])
+        return len(gc.get_objects()) - len(before)
+
+    # Other threads make objects too, but not each time.
+    assert min(growth() for _ in range(5)) <= 1
 
 
 def test_fields_that_hold_nothing_are_not_named():
