@@ -249,6 +249,15 @@ std::vector<StalenessIndex::GroupId> StalenessIndex::first(std::int64_t task, st
 
 std::int64_t StalenessIndex::count(std::int64_t task, std::int64_t status) const { return pool_at(task, status).count; }
 
+std::int64_t StalenessIndex::count_due(std::int64_t task, std::int64_t status, std::int64_t train_step) const {
+    std::int64_t count = 0;
+    for (const auto& [deadline, groups] : pool_at(task, status).due) {
+        if (deadline > train_step) break;
+        count += groups.count;
+    }
+    return count;
+}
+
 std::int64_t StalenessIndex::seq_staleness(const Member& member, std::int64_t train_step) noexcept {
     if (member.oldest < 0) return 0;
     if (train_step < kMin + 1 + member.oldest) return kMin;
@@ -387,6 +396,7 @@ void StalenessIndex::append(List& list, Slot slot) noexcept {
     at(slot).*link = {list.tail, kNoSlot};
     (list.tail == kNoSlot ? list.head : (at(list.tail).*link).next) = slot;
     list.tail = slot;
+    ++list.count;
 }
 
 template <StalenessIndex::Link StalenessIndex::Group::* link>
@@ -394,6 +404,7 @@ void StalenessIndex::unlink(List& list, Slot slot) noexcept {
     const auto [prev, next] = at(slot).*link;
     (prev == kNoSlot ? list.head : (at(prev).*link).next) = next;
     (next == kNoSlot ? list.tail : (at(next).*link).prev) = prev;
+    --list.count;
 }
 
 template <typename Visit>

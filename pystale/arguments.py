@@ -26,6 +26,7 @@ __all__ = [
     "checked_task_name",
     "checked_triggers",
     "warn_of_discards",
+    "warn_of_order",
 ]
 
 Sizes = Mapping[str, int]
@@ -128,6 +129,16 @@ def checked_seconds(name: str, value: Any, *, positive: bool = False) -> float:
     if not 0 <= value < float("inf") or (positive and not value):
         raise ValueError(f"{name} must be {'above' if positive else 'at least'} 0 and finite, got {value}")
     return value
+
+
+def warn_of_order(order: Order) -> None:
+    """Warn the caller's caller that what takes have waited for may expire all the same."""
+    if order in (Order.FIFO, Order.FRESHEST_FIRST):
+        warnings.warn(
+            f"wait_for_stragglers with order={order.value!r}: what a take has waited for may be left behind, younger "
+            "groups taken in its place, and expire; 'stalest_first' takes it first",
+            stacklevel=3,
+        )
 
 
 def warn_of_discards(rules: Rules, triggers: Triggers) -> None:

@@ -85,6 +85,10 @@ class BlockingReplayBuffer:
         """See :meth:`ReplayBuffer.reserve`."""
         return self._operations.in_flight.reserve(group_id, task_name, model_step)
 
+    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """See :meth:`ReplayBuffer.stragglers`."""
+        return self._operations.stragglers(sizes, train_step)
+
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""
         self._operations.settle(groups, outcome)

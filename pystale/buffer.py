@@ -16,6 +16,7 @@ from pystale.arguments import (
     checked_seconds,
     checked_triggers,
     warn_of_discards,
+    warn_of_order,
 )
 from pystale.batch import TrainBatch
 from pystale.blocking import BlockingReplayBuffer
@@ -72,9 +73,9 @@ class ReplayBuffer:
     min_fresh : int, default 1
         Members that a group is trained with at least, for "members".
     wait_for_stragglers : bool, default False
-        Have :meth:`take_train_batch` for step T wait until no work is in flight that would be too old for step T + 1,
-        so that it is put in time and not dropped. Work in flight is what was reserved with :meth:`reserve`, as the
-        producers of pystale do then. What has landed may still be more than a batch: see Notes.
+        Have :meth:`take_train_batch` wait for work in flight that would be dropped otherwise, because it would land too
+        late, or land in time and be more than later batches can train in time: see Notes. Work in flight is what was
+        reserved with :meth:`reserve`, as the producers of pystale do then.
     straggler_timeout_s : float, default 600.0
         Seconds after which such a wait is an error.
     on_release : callable, optional
@@ -109,7 +110,7 @@ class ReplayBuffer:
     Warns
     -----
     UserWarning
-        If a task has a token rule and no re-rollout.
+        If a task has a token rule and no re-rollout, or `wait_for_stragglers` an order that is not by age.
 
     Notes
     -----
@@ -127,13 +128,18 @@ class ReplayBuffer:
       :meth:`save` has written a checkpoint, which needs no journal.
     - A buffer whose journal was used before accepts only :meth:`resume`; everything else is a ValueError.
 
-    With `wait_for_stragglers` nothing that was begun in time is lost to being slow, and nothing too old is trained. It
-    is verl's rule (``wait``), and it looks one step ahead: where more than a batch is about to become too old at once,
-    what is beyond the batch expires as ever. With ``max_staleness`` 0 or 1 that happens only if more is begun than can
-    be trained in time (by version v more than v + max_staleness + 1 batches), as oversampling does. With more, work of
-    several steps can come late together. Unfinished work that waits in the ABORTED pool is not in flight. And the rule
-    is about the oldest token: a response that lands in time without a fresh token still expires by the token rule.
-    ``report().lengths`` shows what was dropped, and whether it was the long responses.
+    With `wait_for_stragglers` nothing that was begun in time is lost to being slow, and nothing too old is trained. A
+    take of n groups for step T waits while work is in flight that would be too old for step T + 1, which is verl's rule
+    (``wait``). It also waits while more than ``(D - T) * n`` groups are in flight that may be trained at step D at the
+    latest, since batches for the steps after T could not train all of them, until it can fill itself with groups that
+    are as urgent. As long as batches are of one size and no more is begun than can be trained in time (by version v no
+    more than v + stale_threshold batches), nothing is dropped for its age then, and no take waits longer than that
+    needs.
+
+    What is beyond that expires as ever, as with oversampling. Unfinished work that waits in the ABORTED pool is not in
+    flight. The rule is about the oldest token: a response that lands in time without a fresh token still expires by the
+    token rule. And what has landed has to be taken before it is too old, which the orders "fifo" and "freshest_first"
+    do not see to. ``report().lengths`` shows what was dropped, and whether it was the long responses.
 
     Examples
     --------
@@ -185,6 +191,8 @@ class ReplayBuffer:
         fewest = self.min_fresh if self.group_mode is GroupMode.MEMBERS else None
         if fewest is None:
             warn_of_discards(rules, triggers)
+        if wait_for_stragglers:
+            warn_of_order(self.order)
         kept = None if journal is None else Journal(journal, self.order.value, journal_delay)
         header = trace_header(rules, triggers, self.order.value, missing_version, max_rerolls, fewest)
         self.trace = None if trace is None else Trace(trace, header)
@@ -298,9 +306,9 @@ class ReplayBuffer:
         holds tokens no model produced, the effective mask replaces ``response_mask``: a list stays a list, anything
         else becomes a uint8 array.
 
-        With ``wait_for_stragglers`` a batch that is there is handed over once no work of its tasks is in flight whose
-        staleness at `train_step` is ``stale_threshold - 1`` or more. It is taken as it is then, in the order of the
-        buffer, stragglers that have landed included. A wait that is cancelled takes nothing.
+        With ``wait_for_stragglers`` a batch that is there is handed over once there are no :meth:`stragglers`. It is
+        taken as it is then, in the order of the buffer, stragglers that have landed included. A wait that is cancelled
+        takes nothing.
 
         Returns
         -------
@@ -387,6 +395,38 @@ class ReplayBuffer:
         ({'default': 1}, <Status.COMPLETED: 'completed'>, {})
         """
         return self.operations.in_flight.reserve(group_id, task_name, model_step)
+
+    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """Work in flight that a take of `sizes` for `train_step` would wait for now, were it there.
+
+        That is work which would be dropped otherwise, because no later batch of this size could train it in time: see
+        Notes of :class:`ReplayBuffer`. Whatever ``wait_for_stragglers`` is, so that who asks may wait by himself, or
+        have it finished first.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            Groups to be taken by task.
+        train_step : int
+            Step they would be taken for, from 1 on.
+
+        Returns
+        -------
+        list of Reservation
+            By task, in the order in which they were reserved.
+
+        Examples
+        --------
+        >>> from pystale import ReplayBuffer, StalenessRule
+        >>> buffer = ReplayBuffer(StalenessRule(max_staleness=1))
+        >>> for group_id, model_step in enumerate([4, 5, 5, 5]):
+        ...     reservation = buffer.reserve(group_id, model_step=model_step)
+        >>> buffer.stragglers({"default": 3}, train_step=6)  # the others may be trained at step 7
+        [Reservation('default', 0, model_step=4)]
+        >>> len(buffer.stragglers({"default": 2}, train_step=6))  # where a batch of 2 has no room for all of them
+        4
+        """
+        return self.operations.stragglers(sizes, train_step)
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """Say what became of groups handed out by :meth:`get` that are not put back.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pystale.arguments import checked_group_id, checked_task_name
 from pystale.readiness import Waiter, Waiters
@@ -14,13 +14,26 @@ from pystale.waiting import Waiting
 if TYPE_CHECKING:
     from pystale.operations import Operations
 
-__all__ = ["InFlight", "wait_for_stragglers"]
+__all__ = ["InFlight", "Wanted", "wait_for_stragglers"]
+
+
+class Wanted(NamedTuple):
+    """A batch to be taken for a step."""
+
+    sizes: Mapping[str, int]  # by task
+    train_step: int
 
 
 class InFlight:
     """Reservations of a buffer, guarded by its mutex.
 
-    A straggler of a take for step T is work that would be too old for step T + 1.
+    A take of n groups waits for work in flight where it would leave more than later takes of n groups can train in
+    time. What may be trained at step D at the latest has the takes for steps T + 1 to D, once that for T is over. So
+    the take for T waits where more than (D - T) * n such groups are in flight, unless it is full of stored ones that
+    may be trained at D at the latest itself. While no more is begun than can be trained in time, that is both enough
+    for nothing to be dropped and no longer than needed, for batches that take first what is due first.
+
+    For D = T it waits in any case: for all that is too old for step T + 1, which is verl's rule.
 
     Attributes
     ----------
@@ -33,7 +46,7 @@ class InFlight:
         self.reserved = Reservations()
         self.waited_s = 0.0
         self._operations = operations
-        self._waiters = Waiters()  # their sizes are the steps that tasks are taken for
+        self._waiters: Waiters[Wanted] = Waiters()
 
     def reserve(self, group_id: Any, task_name: str, model_step: int) -> Reservation:
         task_name, group_id = checked_task_name(task_name), checked_group_id(group_id)
@@ -54,57 +67,82 @@ class InFlight:
         for waiter in ready:
             waiter.wake()
 
-    def land(self, names: Iterable[tuple[str, Any]]) -> list[Waiter]:
+    def land(self, names: Iterable[tuple[str, Any]]) -> list[Waiter[Wanted]]:
         """Groups have come to the buffer: those who can go on now, to be woken. Called under the mutex."""
-        landed = [self.reserved.land(*name) for name in names]
-        return self._unblocked() if any(landed) else []
+        for name in names:
+            self.reserved.land(*name)
+        return self._unblocked()
 
-    def _unblocked(self) -> list[Waiter]:
+    def _unblocked(self) -> list[Waiter[Wanted]]:
         return self._waiters.pop_ready(self.straggling)
 
-    def straggling(self, steps: Mapping[str, int]) -> bool:
-        """Whether a take of each task for ``steps[task]`` has stragglers. Called under the mutex."""
-        return any(self.reserved.any_until(name, self._last_version(name, step)) for name, step in steps.items())
+    def straggling(self, wanted: Wanted) -> bool:
+        """Whether a take waits. Called under the mutex."""
+        return any(self._awaited(name, n, wanted.train_step) is not None for name, n in wanted.sizes.items())
 
-    def _last_version(self, task_name: str, train_step: int) -> int:
-        """Newest version that is too old for the step after this one."""
-        return train_step - self._operations.store.settings(task_name)[0].stale_threshold
+    def stragglers(self, wanted: Wanted) -> list[Reservation]:
+        """What a take waits for, in the order it was reserved. Called under the mutex."""
+        found: list[Reservation] = []
+        for name, n in wanted.sizes.items():
+            newest = self._awaited(name, n, wanted.train_step)
+            if newest is not None:
+                found += self.reserved.until(name, newest)
+        return found
 
-    def enlist(self, steps: Mapping[str, int], wake: Callable[[], None]) -> Waiter | None:
-        """A waiter that `wake` is called for once no straggler is left; None when there is none now."""
+    def _awaited(self, task_name: str, n: int, train_step: int) -> int | None:
+        """Newest version in flight that a take of `n` groups of a task waits for, None where it does not."""
+        if not n:
+            return None
+        store = self._operations.store
+        stale_threshold = store.settings(task_name)[0].stale_threshold
+        newest, last_chance, others = None, 0, 0
+        for version, count in self.reserved.by_version(task_name):
+            later = version + stale_threshold - train_step  # takes after this one that may train it
+            if later <= 0:
+                newest = version
+                last_chance += count
+                continue
+            others += count
+            if others > later * n:
+                due = last_chance + store.count_due(task_name, Status.COMPLETED, train_step + later + 1)
+                if due < n:
+                    newest = version
+        return newest
+
+    def enlist(self, wanted: Wanted, wake: Callable[[], None]) -> Waiter[Wanted] | None:
+        """A waiter that `wake` is called for once a take need not wait any more; None when it need not now."""
         with self._operations.lock:
-            return self._waiters.add(steps, wake) if self.straggling(steps) else None
+            return self._waiters.add(wanted, wake) if self.straggling(wanted) else None
 
-    def dismiss(self, waiter: Waiter, seconds: float) -> None:
+    def dismiss(self, waiter: Waiter[Wanted], seconds: float) -> None:
         """A wait is over; it took so many seconds."""
         with self._operations.lock:
             self._waiters.discard(waiter)
             self.waited_s += seconds
 
-    def overdue(self, steps: Mapping[str, int], limit: float) -> StragglersOverdue:
+    def overdue(self, wanted: Wanted, limit: float) -> StragglersOverdue:
         """What to raise when stragglers have not landed in time, with the whole state."""
         with self._operations.lock:
-            store, known = self._operations.store, self.reserved
-            found = [r for name, step in steps.items() for r in known.until(name, self._last_version(name, step))]
-            stored = {name: {s.name: n for s in Status if (n := store.count(name, s))} for name in steps}
-            in_flight = known.counts()
-        step = max(steps.values())
+            store, found = self._operations.store, self.stragglers(wanted)
+            stored = {name: {s.name: n for s in Status if (n := store.count(name, s))} for name in wanted.sizes}
+            in_flight = self.reserved.counts()
         return StragglersOverdue(
-            f"train_step {step}: work that would be too old for step {step + 1} has not landed within {limit} s, and "
-            f"nothing was taken. {described(found, time.monotonic())}. Of all tasks in flight: {in_flight}, stored: "
-            f"{stored}. A producer that is gone has to release what it reserved; straggler_timeout_s allows more time"
+            f"train_step {wanted.train_step}: work that later batches could not train in time has not landed within "
+            f"{limit} s, and nothing was taken. {described(found, time.monotonic())}. Of all tasks in flight: "
+            f"{in_flight}, stored: {stored}. A producer that is gone has to release what it reserved; "
+            f"straggler_timeout_s allows more time"
         )
 
 
 async def wait_for_stragglers(
-    in_flight: InFlight, steps: Mapping[str, int], limit: float, waited: float, waiting: Waiting
+    in_flight: InFlight, wanted: Wanted, limit: float, waited: float, waiting: Waiting
 ) -> float:
     """Until a take has no stragglers; returns the seconds it took.
 
     Parameters
     ----------
-    steps : mapping of str to int
-        Step that each task is taken for.
+    wanted : Wanted
+        What is to be taken.
     limit, waited : float
         Seconds that the take may wait in all, and those it has waited before.
 
@@ -114,7 +152,7 @@ async def wait_for_stragglers(
         When the time is up.
     """
     alarm = waiting.alarm()
-    waiter = in_flight.enlist(steps, alarm.ring)
+    waiter = in_flight.enlist(wanted, alarm.ring)
     if waiter is None:
         return 0.0
     began, seconds = waiting.clock(), 0.0
@@ -124,5 +162,5 @@ async def wait_for_stragglers(
         seconds = waiting.clock() - began
         in_flight.dismiss(waiter, seconds)
     if not landed:
-        raise in_flight.overdue(steps, limit)
+        raise in_flight.overdue(wanted, limit)
     return seconds

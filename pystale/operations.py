@@ -26,18 +26,19 @@ from pystale.collector import collector_delayed
 from pystale.effects import Effects, OnRelease
 from pystale.group import AGEING, Group, read_group
 from pystale.history import Changes
-from pystale.in_flight import InFlight
+from pystale.in_flight import InFlight, Wanted
 from pystale.journal import Journal
 from pystale.lengths import LengthAccumulator
 from pystale.masks import counts_of, masks_of, write_masks
 from pystale.payload import DumpRef, EncodedGroup, LoadRef
 from pystale.readiness import Waiter, Waiters
 from pystale.record import Record
+from pystale.reservations import Reservation
 from pystale.saving import Resumed, SaveJob, encode, encode_arriving, load
 from pystale.staleness import checked_int
 from pystale.state import Status, as_status
 from pystale.store import AGEING_BITS, Store, status_bits
-from pystale.take import Claim, steps_of
+from pystale.take import Claim
 from pystale.ticket import copied
 from pystale.trace import Trace, members_of, stored_lines
 from pystale.writing import Writes
@@ -79,7 +80,7 @@ class Operations:
         self.journal = journal
         self.trace = trace
         self.lock = threading.Lock()
-        self.waiters = Waiters()
+        self.waiters: Waiters[Sizes] = Waiters()
         self.saves: list[SaveJob] = []
         # By identity: batches that are booked as taken, and whose callers do not have them yet.
         self._on_their_way: dict[int, list[Record]] = {}
@@ -134,7 +135,9 @@ class Operations:
             if self.trace is not None:
                 self.trace.put(self.store, arriving, traced, train_step)
             effects.entry = self._record("put", encoded, note=note)
-            ready = self.waiters.pop_ready(self._short) if status is Status.COMPLETED else []
+            ready: list[Waiter[Any]] = []
+            if status is Status.COMPLETED:
+                ready += self.waiters.pop_ready(self._short)
             ready += self.in_flight.land([(task_name, group_id)])
         _wake(ready)
         return status, effects
@@ -263,7 +266,7 @@ class Operations:
             if (
                 self.wait_for_stragglers
                 and not self._short(sizes)
-                and self.in_flight.straggling(steps_of(sizes, train_step))
+                and self.in_flight.straggling(Wanted(sizes, train_step))
             ):
                 effects.straggling = True
                 if self.trace is not None:
@@ -370,7 +373,7 @@ class Operations:
         with self.lock:
             return not self._short(sizes)
 
-    def enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter | None:
+    def enlist(self, sizes: Sizes, timeout: float | None, wake: Callable[[], None]) -> Waiter[Sizes] | None:
         """A waiter that `wake` is called for once `sizes` are there; None when they are there now."""
         sizes = self._checked_sizes(sizes)
         if timeout is not None:
@@ -383,7 +386,7 @@ class Operations:
                 self.journal.check_open()
             return self.waiters.add(sizes, wake) if self._short(sizes) else None
 
-    def dismiss(self, waiter: Waiter) -> None:
+    def dismiss(self, waiter: Waiter[Sizes]) -> None:
         with self.lock:
             self.waiters.discard(waiter)
 
@@ -400,6 +403,11 @@ class Operations:
     def ledger(self) -> dict[str, Any]:
         with self.lock:
             return self.store.ledger.as_dict()
+
+    def stragglers(self, sizes: Sizes, train_step: int) -> list[Reservation]:
+        wanted = Wanted(self._checked_sizes(sizes), checked_int("train_step", train_step, at_least=1))
+        with self.lock:
+            return self.in_flight.stragglers(wanted)
 
     def report(self) -> BufferReport:
         with self.lock:
@@ -526,6 +534,6 @@ class Operations:
             raise ValueError("resume needs a buffer that has never held a group; make a new one")
 
 
-def _wake(ready: list[Waiter]) -> None:
+def _wake(ready: Iterable[Waiter[Any]]) -> None:
     for waiter in ready:
         waiter.wake()

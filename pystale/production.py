@@ -321,10 +321,10 @@ class Line:
         return outcome
 
     async def tend_stragglers(self) -> None:
-        """Collect until nothing is running that would be too old for the step after this one.
+        """Collect until nothing of this line is running that a take of its share would wait for.
 
         For a line that is about to be paused, where the buffer's takes wait for stragglers: paused work stays as old as
-        it is, and would expire before anybody takes it up.
+        it is, and would expire before it is trained.
 
         Raises
         ------
@@ -334,17 +334,19 @@ class Line:
         buffer = self.buffer
         if not buffer.wait_for_stragglers:
             return
-        last = self.train_step - buffer.rule(self.task_name).stale_threshold
-        began, limit = self.clock(), buffer.straggler_timeout_s
+        wanted, began, limit = {self.task_name: self.plan.share}, self.clock(), buffer.straggler_timeout_s
         try:
-            while any(r.reservation is not None and r.reservation.model_step <= last for r in self.pending.running()):
+            while True:
+                running = {rollout.reservation for rollout in self.pending.running()}
+                awaited = buffer.stragglers(wanted, train_step=self.train_step)
+                if running.isdisjoint(awaited):
+                    return
                 left = began + limit - self.clock()
                 if left <= 0:
-                    found = [r.reservation for r in self.pending.running() if r.reservation is not None]
                     raise StragglersOverdue(
                         f"task {self.task_name!r}, train_step {self.train_step}, model_step {self.model_step}: work "
-                        f"that would be too old for step {self.train_step + 1} has not come back within {limit} s. "
-                        f"{described(found, time.monotonic())}. {self.counts()}"
+                        f"that later batches could not train in time has not come back within {limit} s. "
+                        f"{described(awaited, time.monotonic())}. {self.counts()}"
                     )
                 await self.pending.wait(left)
                 await to_the_end(self.collect())

@@ -1,7 +1,7 @@
 """Who waits for groups, and who of them can go on."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pystale.waiting import Waiting
 
@@ -11,37 +11,40 @@ if TYPE_CHECKING:
 __all__ = ["Waiter", "Waiters", "wait_ready"]
 
 
-class Waiter:
-    """One wait for ``sizes[task]`` groups of every task; `wake` may be called from any thread."""
+T = TypeVar("T")
 
-    __slots__ = ("sizes", "wake")
 
-    def __init__(self, sizes: Mapping[str, int], wake: Callable[[], None]) -> None:
-        self.sizes = sizes
+class Waiter(Generic[T]):
+    """One wait to take `wanted`; `wake` may be called from any thread."""
+
+    __slots__ = ("wake", "wanted")
+
+    def __init__(self, wanted: T, wake: Callable[[], None]) -> None:
+        self.wanted = wanted
         self.wake = wake
 
 
-class Waiters:
+class Waiters(Generic[T]):
     """Set of waiters. Not synchronised; the buffer's mutex guards it."""
 
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: set[Waiter] = set()
+        self._waiting: set[Waiter[T]] = set()
 
-    def add(self, sizes: Mapping[str, int], wake: Callable[[], None]) -> Waiter:
-        waiter = Waiter(sizes, wake)
+    def add(self, wanted: T, wake: Callable[[], None]) -> Waiter[T]:
+        waiter = Waiter(wanted, wake)
         self._waiting.add(waiter)
         return waiter
 
-    def discard(self, waiter: Waiter) -> None:
+    def discard(self, waiter: Waiter[T]) -> None:
         self._waiting.discard(waiter)
 
-    def pop_ready(self, short: Callable[[Mapping[str, int]], bool]) -> list[Waiter]:
-        """Remove and return those that `short` no longer says lack groups; wake them once the mutex is free."""
+    def pop_ready(self, held_up: Callable[[T], bool]) -> list[Waiter[T]]:
+        """Remove and return those that are not held up any more; wake them once the mutex is free."""
         if not self._waiting:
             return []
-        ready = [waiter for waiter in self._waiting if not short(waiter.sizes)]
+        ready = [waiter for waiter in self._waiting if not held_up(waiter.wanted)]
         self._waiting.difference_update(ready)
         return ready
 

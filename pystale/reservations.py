@@ -100,12 +100,12 @@ class Reservations:
         reservation = self._named.get((task_name, group_id))
         return reservation is not None and self.discard(reservation)
 
-    def any_until(self, task_name: str, model_step: int) -> bool:
-        """Whether a group of a task is in flight that is as old as this version, or older."""
-        return any(step <= model_step for step in self._steps.get(task_name, ()))
+    def by_version(self, task_name: str) -> list[tuple[int, int]]:
+        """(version, groups in flight that are as old as it) of a task, the oldest version first."""
+        return sorted(self._steps.get(task_name, {}).items())
 
     def until(self, task_name: str, model_step: int) -> list[Reservation]:
-        """These groups, in the order they were reserved."""
+        """Groups of a task that are as old as this version, or older, in the order they were reserved."""
         return [r for r in self._held.values() if r.task_name == task_name and r.model_step <= model_step]
 
     def counts(self) -> dict[str, int]:

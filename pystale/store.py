@@ -359,6 +359,11 @@ class Store:
             return 0
         return self.index.count(task.number, number_of(status))
 
+    def count_due(self, task_name: str, status: Status, train_step: int) -> int:
+        """Groups of a pool that are due at this step."""
+        task = self.tasks.get(task_name)
+        return 0 if task is None else self.index.count_due(task.number, number_of(status), train_step)
+
     def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
         """Take the first `n` records of a pool, in order; their tokens are in flight.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pystale.batch import TrainBatch
-from pystale.in_flight import wait_for_stragglers
+from pystale.in_flight import Wanted, wait_for_stragglers
 from pystale.journal import Journal
 from pystale.masks import Taken
 from pystale.record import Record
@@ -14,7 +14,7 @@ from pystale.writing import Writes
 if TYPE_CHECKING:
     from pystale.operations import Operations
 
-__all__ = ["Claim", "claim_train_batch", "steps_of"]
+__all__ = ["Claim", "claim_train_batch"]
 
 
 class Claim(NamedTuple):
@@ -57,10 +57,5 @@ async def claim_train_batch(
             return claim
         await effects.finish(waiting)
         if effects.straggling:
-            steps, limit = steps_of(sizes, train_step), operations.straggler_timeout_s
-            waited += await wait_for_stragglers(operations.in_flight, steps, limit, waited, waiting)
-
-
-def steps_of(sizes: Mapping[str, int], train_step: int) -> dict[str, int]:
-    """Step that each task is taken for; tasks of which nothing is taken are left out."""
-    return {task_name: train_step for task_name, n in sizes.items() if n}
+            wanted, limit = Wanted(sizes, train_step), operations.straggler_timeout_s
+            waited += await wait_for_stragglers(operations.in_flight, wanted, limit, waited, waiting)

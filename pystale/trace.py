@@ -1,7 +1,7 @@
 """The trace: what happened to a buffer, line by line, for ``pystale replay`` to go through again.
 
 JSON Lines in ASCII, described in ``docs/trace.md``: a header with the settings, then a line per operation. Versions and
-masks are runs, and there is no text, so that a rollout takes about 100 bytes.
+masks are runs, there is no text, and what is usual is left out, so that a rollout takes about 100 bytes.
 
 A trace is a record, not a safeguard. It never holds up the buffer: lines wait in memory for a thread that writes them,
 :data:`WAITING_BYTES` at most. Where the disk is slower than that, lines are left out, and a line in their place says
@@ -157,8 +157,10 @@ class Trace:
         seconds : float
             How long it took.
         """
-        leg = {"group": _id(group_id), "rollout": _id(rollout_id), "model_step": model_step, "tokens": tokens}
-        self._write("leg", {**leg, "reason": str(reason)[:100], "seconds": round(float(seconds), 3)})
+        leg = [_id(group_id), _id(rollout_id), model_step, tokens, round(float(seconds), 3)]
+        if reason != "stop":
+            leg.append(str(reason)[:100])
+        self._write("leg", {"leg": leg})
 
     def weight_sync(self, model_step: int) -> None:
         """From now on the engine serves the weights of `model_step`; written once for each."""
@@ -232,7 +234,7 @@ class Trace:
 
 def members_of(arriving: Arriving) -> bytes:
     """Members of a group as a line has them; to be called before the group is stored, which may reset them."""
-    members = []
+    members: list[dict[str, Any] | list[int]] = []
     for state, steps, member, status in zip(
         arriving.states, arriving.steps, arriving.members, arriving.statuses, strict=True
     ):
@@ -248,7 +250,7 @@ def members_of(arriving: Arriving) -> bytes:
             if member.trainable != member.tokens - member.others:
                 mask = effective_mask(runs, train_step=1, token_stale_threshold=None, response_mask=state.response_mask)
                 content["mask"] = [number for run in ModelSteps.from_list(mask).runs() for number in run]
-        members.append(content)
+        members.append(content["steps"] if list(content) == ["steps"] else content)
     return dump_json(members)
 
 

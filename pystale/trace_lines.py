@@ -275,8 +275,10 @@ def _members(content: dict[str, Any]) -> tuple[MemberLine, ...]:
 
 
 def _member(content: Any) -> MemberLine:
+    if isinstance(content, list):
+        content = {"steps": content}
     if not isinstance(content, dict):
-        raise ValueError(f"a member is an object, got {content!r:.40}")
+        raise ValueError(f"a member is a list of runs or an object, got {content!r:.40}")
     steps, mask = _runs(content, "steps"), _runs(content, "mask")
     tokens = _optional(content, "tokens")
     status = _status(content.pop("status", "COMPLETED"))
@@ -368,15 +370,18 @@ def _resume(op: str, content: dict[str, Any]) -> Resume:
 
 
 def _leg(op: str, content: dict[str, Any]) -> Leg:
-    group, rollout, seconds = (content.pop(name, None) for name in ("group", "rollout", "seconds"))
+    leg = content.pop("leg", None)
+    if not isinstance(leg, list) or not 5 <= len(leg) <= 6:
+        raise ValueError(f"leg must be [group, rollout, model_step, tokens, seconds, reason], got {leg!r:.40}")
+    group, rollout, model_step, tokens, seconds, *reason = leg
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e12:
         raise ValueError(f"seconds must be a number, got {seconds!r:.40}")
     return Leg(
         None if group is None else _group_id(group),
         None if rollout is None else _group_id(rollout),
-        _optional(content, "model_step", at_least=-(2**63)),
-        _integer(content, "tokens"),
-        _text(content, "reason"),
+        None if model_step is None else checked_int("model_step", model_step, at_least=-(2**63)),
+        checked_int("tokens", tokens, at_least=0),
+        _text({"reason": reason[0]}, "reason") if reason else "stop",
         float(seconds),
     )
 

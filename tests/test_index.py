@@ -216,7 +216,11 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(train_step=train_steps, mask=masks, data=st.data(), one_task=st.booleans())
     def due(self, train_step: int, mask: int, data: st.DataObject, one_task: bool) -> None:
         task = self.some_task(data) if one_task else None
-        assert self.index.due(train_step, mask, task) == self.model.due(train_step, mask, task)
+        expected = self.model.due(train_step, mask, task)
+        assert self.index.due(train_step, mask, task) == expected
+        if task is not None:
+            counts = [self.index.count_due(task, status, train_step) for status in STATUSES if mask >> status & 1]
+            assert sum(counts) == len(expected)
 
     @rule(id_=groups, train_step=train_steps)
     def ask_of_a_group(self, id_: int, train_step: int) -> None:

@@ -144,7 +144,15 @@ def index_paths() -> dict[str, Callable[[], Any]]:
             index.key(group), index.arrival(group), index.status(group), index.deadline(group)
         index.due(7, 0x7F)
         index.expire(groups[0], [0], 4)
-        index.first(0, 2, 2), index.count(0, 2), index.counts(0), len(index), groups[0] in index, index.nbytes
+        (
+            index.first(0, 2, 2),
+            index.count(0, 2),
+            index.counts(0),
+            index.count_due(0, 2, 9),
+            len(index),
+            groups[0] in index,
+            index.nbytes,
+        )
         index.take(0, 2, 3)
         index.remove(groups[0])
 
@@ -152,7 +160,7 @@ def index_paths() -> dict[str, Callable[[], Any]]:
         StalenessIndex().add_task(2, None)
 
     return {
-        "StalenessIndex.insert due due_members expire first take remove count counts set_thresholds "
+        "StalenessIndex.insert due due_members expire first take remove count counts count_due set_thresholds "
         "seq_staleness oldest newest_trainable key arrival status deadline nbytes": use,
         "StalenessIndex.add_task": add_task,
         "StalenessIndex.insert refuses": refused(lambda: index.insert(0, 2, 5, 0, [5, 4], [5])),

@@ -7,6 +7,8 @@ import time
 
 import pytest
 from agent_loops import ScriptedLoop, fail, finish, in_turn, until_cancelled, until_paused
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from production_line import Line
 from production_site import BackgroundSite, Site, ids
 from rollouts import balance, group
@@ -69,6 +71,108 @@ def test_what_is_waited_for_is_what_verl_waits_for(threshold, model_step):
 
     global_steps = model_step + 1  # verl counts the step a prompt is dispatched at
     assert run(main()) is (7 - global_steps + 1 >= threshold)
+
+
+def dropped(due, train_step, size):
+    """How many groups, given by the last step they may be trained at, batches from this step on cannot train."""
+    due, lost = sorted(due), 0
+    while due:
+        while due and due[0] < train_step:
+            due.pop(0)
+            lost += 1
+        del due[:size]
+        train_step += 1
+    return lost
+
+
+@given(
+    max_staleness=st.integers(0, 4),
+    size=st.integers(1, 3),
+    work=st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=20),
+)
+def test_a_take_waits_exactly_where_it_would_cost_a_group_that_can_be_trained(max_staleness, size, work):
+    train_step, threshold = 5, max_staleness + 1
+    stored, in_flight = [], []
+    for has_landed, step in work + [(True, 4)] * size:
+        step = max(step, train_step - threshold)
+        due = [step + threshold for step in [*stored, *in_flight, step]]
+        if dropped(due, train_step, size) == 0:  # no more is begun than can be trained
+            (stored if has_landed else in_flight).append(step)
+    assume(len(stored) >= size)
+    stored_due, due = ([step + threshold for step in steps] for steps in (stored, in_flight))
+    b = waiting_buffer(max_staleness)
+    for number, step in enumerate(stored):
+        b.sync.put(one(number, step), train_step=train_step)
+    for number, step in enumerate(in_flight, len(stored)):
+        b.reserve(number, model_step=step)
+    left = sorted(stored_due)[size:] + due  # the rest, where nobody waits
+    awaited = b.stragglers({"default": size}, train_step=train_step)
+    assert bool(awaited) == (dropped(left, train_step + 1, size) > 0)
+    # What is in flight is waited for up to a version, and with all of that there is nothing more to wait for.
+    newest = max((r.model_step for r in awaited), default=-1)
+    assert [r.model_step for r in awaited] == [step for step in in_flight if step <= newest]
+    for reservation in awaited:
+        b.sync.put(one(reservation.group_id, reservation.model_step), train_step=train_step)
+    assert b.stragglers({"default": size}, train_step=train_step) == []
+
+
+def test_a_wait_ends_when_a_batch_can_be_filled_with_what_is_as_urgent():
+    async def main():
+        b = waiting_buffer(2)
+        for number in range(4):
+            await b.put(one(number, 4), train_step=5)  # may be trained at step 7
+        for number in range(4, 8):
+            b.reserve(number, model_step=3)  # may be trained at step 6: two batches of 2, but not one
+        taking = asyncio.ensure_future(b.take_train_batch({"default": 2}, train_step=5))
+        await asyncio.sleep(3)
+        await b.put(one(4, 3), train_step=5)
+        await asyncio.sleep(3)
+        assert not taking.done()
+        await b.put(one(5, 3), train_step=5)
+        return await taking, b.report()
+
+    batch, report = run(main())
+    assert [g[0].group_id for g in batch["default"]] == [4, 5]
+    assert (batch.straggler_s, report.reserved) == (6, {"default": 2})
+
+
+def test_a_wait_ends_also_with_work_that_was_not_reserved():
+    async def main():
+        b = waiting_buffer(2)
+        await b.put(one(1, 4), train_step=5)
+        for number in (2, 3):
+            b.reserve(number, model_step=3)
+        taking = asyncio.ensure_future(b.take_train_batch({"default": 1}, train_step=5))
+        await asyncio.sleep(3)
+        await b.put(one(4, 3), train_step=5)
+        return [g[0].group_id for g in (await taking)["default"]]
+
+    assert run(main()) == [4]
+
+
+@pytest.mark.parametrize("order", ["fifo", "freshest_first"])
+def test_an_order_that_leaves_stragglers_behind_is_warned_of(order):
+    with pytest.warns(UserWarning, match=f"order='{order}'.*'stalest_first' takes it first") as warned:
+        ReplayBuffer(StalenessRule(1), order=order, wait_for_stragglers=True)
+    assert warned[0].filename == __file__
+    ReplayBuffer(StalenessRule(1), order=order)  # no warning, which would be an error
+
+
+@pytest.mark.parametrize(
+    ("sizes", "train_step", "error", "match"),
+    [
+        ({"default": -1}, 1, ValueError, "default"),
+        ({"other": 1}, 1, ValueError, "other"),
+        ([1], 1, TypeError, "sizes"),
+        ({"default": 1}, 0, ValueError, "train_step must be at least 1"),
+        ({"default": 1}, None, TypeError, "train_step must be an int"),
+    ],
+)
+def test_stragglers_of_what_cannot_be_taken_are_refused(sizes, train_step, error, match):
+    b = ReplayBuffer({"default": StalenessRule(1)})
+    for face in (b, b.sync):
+        with pytest.raises(error, match=match):
+            face.stragglers(sizes, train_step=train_step)
 
 
 @pytest.mark.parametrize("option", [{}, {"wait_for_stragglers": False}])
@@ -269,8 +373,8 @@ def test_a_wait_has_an_end_and_says_what_it_waited_for():
 
     message, stored, seconds = run(main())
     assert message.startswith(
-        "train_step 5: work that would be too old for step 6 has not landed within 30 s, and nothing was taken. "
-        "7 in flight: group 2 of task 'default' (model_step 3, for 0 s), "
+        "train_step 5: work that later batches could not train in time has not landed within 30 s, and nothing was "
+        "taken. 7 in flight: group 2 of task 'default' (model_step 3, for 0 s), "
     )
     assert "group 6 of task" in message
     assert "group 7 of task" not in message
@@ -474,15 +578,16 @@ class Traffic:
         return self.buffer
 
 
+@pytest.mark.parametrize("max_staleness", range(5))
 @pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_dropped_and_the_bound_is_kept(seed):
-    traffic = Traffic(seed, 1, wait_for_stragglers=True)
+def test_nothing_is_dropped_and_the_bound_is_kept(seed, max_staleness):
+    traffic = Traffic(seed, max_staleness, wait_for_stragglers=True)
     report = run(traffic.play()).report()
     ledger = traffic.buffer.ledger()
     assert ledger["discarded"] == {}
-    assert max(traffic.staleness) <= 1
+    assert max(traffic.staleness) <= max_staleness
     assert len(traffic.staleness) == 160
-    assert report.straggler_s > 0
+    assert (report.straggler_s > 0) == (max_staleness > 0)  # where all is for one batch, that is waited for
     assert report.reserved == {}  # producers that were cancelled have none
     assert report.lengths.responses("expired") == 0
     assert report.lengths.length_ratio == 1.0
@@ -498,7 +603,7 @@ def test_without_waiting_long_responses_are_dropped_and_the_lengths_show_it(max_
         lengths[wait] = sum((report.lengths for report in reports), LengthAccumulator())
     dropped, kept = (lengths[wait].responses("expired") for wait in (False, True))
     assert dropped > 20
-    assert kept <= dropped / 10
+    assert kept == 0
     by_length = {row.at_least: row.trained_responses / row.produced_responses for row in lengths[False].rows()}
     assert by_length[8] > 0.9 > by_length[64]
     assert lengths[False].length_ratio < 0.9 < lengths[True].length_ratio

@@ -225,6 +225,10 @@ class TransferQueueStore:
         """See :meth:`ReplayBuffer.reserve`."""
         return self._buffer.reserve(group_id, task_name, model_step=model_step)
 
+    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """See :meth:`ReplayBuffer.stragglers`."""
+        return self._buffer.stragglers(sizes, train_step=train_step)
+
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
         return self._buffer.ledger()
@@ -336,6 +340,10 @@ class BlockingTransferQueueStore:
     def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
         """See :meth:`TransferQueueStore.reserve`."""
         return self._buffer.reserve(group_id, task_name, model_step=model_step)
+
+    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """See :meth:`TransferQueueStore.stragglers`."""
+        return self._buffer.stragglers(sizes, train_step=train_step)
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`TransferQueueStore.ledger`."""
