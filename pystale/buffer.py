@@ -396,7 +396,7 @@ class ReplayBuffer:
         """
         return self.operations.in_flight.reserve(group_id, task_name, model_step)
 
-    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+    async def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
         """Work in flight that a take of `sizes` for `train_step` would wait for now, were it there.
 
         That is work which would be dropped otherwise, because no later batch of this size could train it in time: see
@@ -421,9 +421,9 @@ class ReplayBuffer:
         >>> buffer = ReplayBuffer(StalenessRule(max_staleness=1))
         >>> for group_id, model_step in enumerate([4, 5, 5, 5]):
         ...     reservation = buffer.reserve(group_id, model_step=model_step)
-        >>> buffer.stragglers({"default": 3}, train_step=6)  # the others may be trained at step 7
+        >>> buffer.sync.stragglers({"default": 3}, train_step=6)  # the others may be trained at step 7
         [Reservation('default', 0, model_step=4)]
-        >>> len(buffer.stragglers({"default": 2}, train_step=6))  # where a batch of 2 has no room for all of them
+        >>> len(buffer.sync.stragglers({"default": 2}, train_step=6))  # where a batch of 2 has no room for all of them
         4
         """
         return self.operations.stragglers(sizes, train_step)

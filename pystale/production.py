@@ -338,7 +338,7 @@ class Line:
         try:
             while True:
                 running = {rollout.reservation for rollout in self.pending.running()}
-                awaited = buffer.stragglers(wanted, train_step=self.train_step)
+                awaited = await buffer.stragglers(wanted, train_step=self.train_step)
                 if running.isdisjoint(awaited):
                     return
                 left = began + limit - self.clock()

@@ -95,10 +95,16 @@ class Reservations:
             del steps[reservation.model_step]
         return True
 
-    def land(self, task_name: str, group_id: Any) -> bool:
-        """A group has come to the buffer; whether it was reserved."""
+    def land(self, task_name: str, group_id: Any) -> Reservation | None:
+        """A group has come to the buffer; strikes out its reservation, if there is one, and returns it."""
         reservation = self._named.get((task_name, group_id))
-        return reservation is not None and self.discard(reservation)
+        if reservation is not None:
+            self.discard(reservation)
+        return reservation
+
+    def __contains__(self, name: tuple[str, Any]) -> bool:
+        """Whether the group of this task and id is in flight."""
+        return name in self._named
 
     def by_version(self, task_name: str) -> list[tuple[int, int]]:
         """(version, groups in flight that are as old as it) of a task, the oldest version first."""

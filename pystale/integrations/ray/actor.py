@@ -6,8 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ from pystale.arguments import Sizes, checked_seconds, checked_sizes, checked_tas
 from pystale.buffer import ReplayBuffer
 from pystale.buffer_report import BufferReport
 from pystale.checkpoint import DOCUMENT
+from pystale.in_flight import Wanted, wait_for_stragglers
 from pystale.integrations.ray.bookings import Bookings, Call, Name, TakenBatch, status_of
+from pystale.integrations.ray.payloads import Payloads
+from pystale.integrations.ray.reserved import Reserved, Told
 from pystale.integrations.ray.room import Room, checked_bound
 from pystale.policy import GroupMode
 from pystale.saving import Resumed
@@ -48,6 +50,7 @@ def checked_settings(rule: Any, settings: Mapping[str, Any]) -> None:
     for name in ("lease_s", "grace_s"):
         checked_seconds(name, of_buffer.pop(name, 1.0), positive=True)
     known = {"order", "tail_batch_trigger_size", "max_rerolls", "journal_delay", "group_mode", "min_fresh"}
+    known |= {"wait_for_stragglers", "straggler_timeout_s"}
     unknown = of_buffer.keys() - known
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}; see ReplayBufferActor for those there are")
@@ -75,12 +78,13 @@ class ReplayBufferActor:
     checkpoint_entries : int, default 20_000
         A checkpoint is made after so many entries of the journal.
     lease_s : float, default 60
-        Groups handed out to a client of which nothing was heard for so many seconds are stored again.
+        Groups handed out to a client of which nothing was heard for so many seconds are stored again, and nothing of it
+        is waited for. Clients that have any are heard of four times as often.
     grace_s : float, default 600
         Payloads are let go when their put has not come for so many seconds.
     **settings
         Of the buffer: ``rule``, ``order``, ``tail_batch_trigger_size``, ``max_rerolls``, ``group_mode``, ``min_fresh``,
-        ``journal_delay``.
+        ``journal_delay``, ``wait_for_stragglers``, ``straggler_timeout_s``.
     """
 
     def __init__(
@@ -100,21 +104,19 @@ class ReplayBufferActor:
         import ray
 
         self._directory = Path(directory)
-        self._keepers: dict[str, Any] = {key: ray.get_actor(name, namespace) for key, name in keepers.items()}
+        self._payloads = Payloads({key: ray.get_actor(name, namespace) for key, name in keepers.items()})
         self._lease_s, self._grace_s = lease_s, grace_s
         self._room = Room(self._count_completed, checked_bound(max_groups, batch_groups))
         self._bookings = Bookings()
         self._lent: dict[Name, Summaries] = {}
-        self._holders: Counter[str] = Counter()  # how many members hold a payload
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._heard: dict[str, float] = {}
         self._user_extra: dict[str, Any] = {}
         self._saving: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Future[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._checkpoint_entries = checked_int("checkpoint_entries", checkpoint_entries, at_least=1)
         self._buffer = ReplayBuffer(
-            rule, on_release=self._released, journal=self._directory / "journal", write_masks=False, **settings
+            rule, on_release=self._payloads.released, journal=self._directory / "journal", write_masks=False, **settings
         )
         self._operations = self._buffer.operations
         journal = self._operations.journal
@@ -122,6 +124,8 @@ class ReplayBufferActor:
             raise RuntimeError("the buffer was made without its journal")
         self._journal = journal
         self._saved_at = 0
+        self._reserved = Reserved(self._buffer)
+        self._takes_waiting = 0  # for stragglers
         self._settings = {
             "rule": rule,
             "order": self._buffer.order,
@@ -129,6 +133,8 @@ class ReplayBufferActor:
             "max_rerolls": self._buffer.max_rerolls,
             "group_mode": self._buffer.group_mode,
             "min_fresh": self._buffer.min_fresh,
+            "wait_for_stragglers": self._buffer.wait_for_stragglers,
+            "straggler_timeout_s": self._buffer.straggler_timeout_s,
             "lease_s": lease_s,
         }
         if journal.used or (self._directory / DOCUMENT).exists():
@@ -137,21 +143,13 @@ class ReplayBufferActor:
     # Starting anew
 
     def _resume(self) -> None:
-        import ray
-
         resumed = self._buffer.sync.resume(self._directory)
         self._restore(resumed)
         for group in self._all_groups():
-            self._hold(group)
+            self._payloads.hold(group)
         for batch in self._bookings.batches:
-            self._hold(batch.states)
-        known = self._by_keeper(self._holders)
-        missing: set[str] = set()
-        for keeper, handle in self._keepers.items():
-            missing.update(ray.get(handle.settle_up.remote(known.pop(keeper, []))))
-        for names in known.values():  # of keepers that are no more
-            missing.update(names)
-        self._write_off(missing)
+            self._payloads.hold(batch.states)
+        self._write_off(self._payloads.settle_up())
         logger.warning(
             "the buffer in %r was started anew: %d groups are stored, %d are handed out, %d batches are not "
             "acknowledged",
@@ -181,49 +179,11 @@ class ReplayBufferActor:
         stored = [record.states for record in self._operations.store.records.values()]
         return stored + list(self._lent.values())
 
-    # Payloads
-
-    def _hold(self, states: Iterable[RolloutState]) -> None:
-        self._holders.update(names_of(states))
-
-    def _let_go(self, names: Iterable[str]) -> None:
-        """Count holders down; what nobody holds any more is released, once."""
-        released = []
-        for name in names:
-            self._holders[name] -= 1
-            if self._holders[name] <= 0:
-                del self._holders[name]
-                released.append(name)
-        for keeper, of_keeper in self._by_keeper(released).items():
-            handle = self._keepers.get(keeper)
-            if handle is not None:
-                self._in_background(handle.release.remote(of_keeper))
-
-    def _released(self, released: list[tuple[Any, dict[str, Any]]]) -> None:
-        """The buffer's ``on_release``."""
-        self._let_go([old[field] for _, old in released for field in ("response", "mm_info") if old.get(field)])
-
-    def _by_keeper(self, names: Iterable[str]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            found[name.rpartition("/")[0]].append(name)
-        return found
-
-    async def _missing(self, groups: Iterable[Summaries]) -> set[str]:
-        names = {name for group in groups for name in names_of(group)}
-        missing: set[str] = set()
-        for keeper, of_keeper in self._by_keeper(names).items():
-            handle = self._keepers.get(keeper)
-            missing.update(of_keeper if handle is None else await handle.missing.remote(of_keeper))
-        return missing
+    # Payloads that are gone
 
     async def _write_off_with(self, missing: set[str]) -> None:
         """Write off all that is lost together with some payloads: whatever else the same keepers have no more."""
-        for keeper in self._by_keeper(missing):
-            handle = self._keepers.get(keeper)
-            known = [name for name in self._holders if name.rpartition("/")[0] == keeper]
-            missing.update(known if handle is None else await handle.missing.remote(known))
-        self._write_off(missing)
+        self._write_off(missing | await self._payloads.missing_with(missing))
 
     def _write_off(self, missing: set[str]) -> None:
         """Book stored groups whose payloads are gone as lost."""
@@ -237,7 +197,7 @@ class ReplayBufferActor:
             if group is None:
                 continue
             self._operations.settle([group], "lost")
-            self._let_go(names_of(group))
+            self._payloads.let_go(names_of(group))
         if lost:
             logger.error(
                 "%d groups are lost, since their payloads are gone with the keeper or the node they were on; their "
@@ -251,17 +211,21 @@ class ReplayBufferActor:
 
     async def _once(self, call: Call, work: Callable[[], Awaitable[Any]]) -> Any:
         """Result of a call, which runs to its end once, however often it comes."""
-        self._heard[call.client] = time.monotonic()
-        if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watch())
+        self._hear(call.client)
         running = self._running.get(call.token)
         if running is None:
             running = self._running[call.token] = asyncio.ensure_future(work())
             running.add_done_callback(lambda _: self._running.pop(call.token, None))
         return await asyncio.shield(running)
 
+    def _hear(self, client: str) -> None:
+        """A client is alive."""
+        self._heard[client] = time.monotonic()
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
+
     async def settings(self) -> dict[str, Any]:
-        return {**self._settings, "keepers": self._keepers}
+        return {**self._settings, "keepers": self._payloads.keepers}
 
     async def put(self, call: Call, task_name: str, group: Summaries, train_step: int | None, lease: str | None) -> Any:
         return await self._once(call, functools.partial(self._put, call, task_name, group, train_step, lease))
@@ -290,26 +254,26 @@ class ReplayBufferActor:
             await self._buffer.flush()  # it may have been interrupted while the entry was on its way
             return status_of(answer)
         name: Name = (checked_task_name(task_name), group[0].group_id)
-        self._hold(group)
+        self._payloads.hold(group)
         try:
             statuses = {state.status for state in group}
             completed = statuses == {Status.COMPLETED} or (
                 self._buffer.group_mode is GroupMode.MEMBERS and statuses == {Status.COMPLETED, Status.EXPIRED}
             )
-            async with self._room.of(task_name) if completed else _nothing():
+            async with self._room.of(task_name, functools.partial(self._awaited, name)) if completed else _nothing():
                 if lease is not None and self._bookings.lent.get(name) != lease:
                     logger.warning(
                         "group %r of task %r came back late: it was handed out anew meanwhile; this one is dropped",
                         name[1],
                         task_name,
                     )
-                    self._let_go(names_of(group))
+                    self._payloads.let_go(names_of(group))
                     return Status.EXPIRED, name[1]
                 note = self._bookings.note("put", call, *name)
                 status, effects = self._operations.put(group, task_name, None, train_step, note)
                 self._bookings.put(call, name, status.name)
         except BaseException:
-            self._let_go(names_of(group))
+            self._payloads.let_go(names_of(group))
             self._room.let_in()
             raise
         before = self._lent.pop(name, None)
@@ -317,7 +281,7 @@ class ReplayBufferActor:
             await effects.finish(IN_EVENT_LOOP)
         finally:
             if before is not None:
-                self._let_go(names_of(before))
+                self._payloads.let_go(names_of(before))
             self._after()
         return status, group[0].group_id
 
@@ -339,7 +303,7 @@ class ReplayBufferActor:
                 if names:
                     note = self._bookings.note("get", call, task_name, [group_id for _, group_id in names])
                     entry = self._operations.annotate(note)
-                missing = await self._missing(groups)
+                missing = await self._payloads.missing(groups)
                 if not missing:
                     break
                 for name in names:  # back, to be written off with what else is lost
@@ -379,19 +343,23 @@ class ReplayBufferActor:
         for name in names:
             before = self._lent.pop(name, None)
             if before is not None:
-                self._let_go(names_of(before))
+                self._payloads.let_go(names_of(before))
         self._after()
 
     async def take(
         self, call: Call, trainer: str, sizes: Sizes, train_step: int, acknowledge: bool
-    ) -> tuple[dict[str, list[Summaries]], dict[str, int]]:
+    ) -> tuple[dict[str, list[Summaries]], dict[str, int]] | None:
+        """A batch and its tokens in the loss; empty when a task is short, None when it has to wait for stragglers."""
         work = functools.partial(self._take, call, trainer, checked_sizes(sizes), train_step, acknowledge)
-        batch: TakenBatch | None = await self._once(call, work)
-        return ({}, {}) if batch is None else (batch.groups, batch.tokens)
+        batch: TakenBatch | bool = await self._once(call, work)
+        if isinstance(batch, TakenBatch):
+            return batch.groups, batch.tokens
+        return ({}, {}) if not batch else None
 
     async def _take(
         self, call: Call, trainer: str, sizes: dict[str, int], train_step: int, acknowledge: bool
-    ) -> TakenBatch | None:
+    ) -> TakenBatch | bool:
+        """The batch; else whether it has to wait for stragglers."""
         checked_int("train_step", train_step, at_least=1)
         self._room.check(sizes)
         batch = self._bookings.batch_of(call)
@@ -415,14 +383,16 @@ class ReplayBufferActor:
             if claim is None:
                 await effects.finish(IN_EVENT_LOOP)
                 self._after()
+                if effects.straggling:
+                    return True
                 continue
             if not claim.batch:
                 await claim.hand_over(IN_EVENT_LOOP)
                 self._after()
-                return None
+                return False
             batch = self._bookings.take(call, trainer, train_step, sizes, claim.batch)
             try:
-                missing = await self._missing(group for groups in batch.groups.values() for group in groups)
+                missing = await self._payloads.missing(group for groups in batch.groups.values() for group in groups)
             except BaseException:
                 claim.take_back(claim)
                 self._untake(call)
@@ -454,7 +424,7 @@ class ReplayBufferActor:
             entry = self._operations.annotate(["acknowledge", "", 0, 0, trainer, train_step])
             if entry is not None:
                 await self._journal.durable(entry)
-            self._let_go([name for batch in done for name in names_of(batch.states)])
+            self._payloads.let_go([name for batch in done for name in names_of(batch.states)])
 
     async def unacknowledged(self, trainer: str) -> list[int]:
         return [batch.train_step for batch in self._bookings.batches if batch.trainer == trainer]
@@ -502,7 +472,30 @@ class ReplayBufferActor:
 
     async def heard(self, client: str) -> None:
         """A client is alive."""
-        self._heard[client] = time.monotonic()
+        self._hear(client)
+
+    async def in_flight(self, client: str, message: int, new: Sequence[Told], over: Sequence[int], whole: bool) -> None:
+        """A client says what it has in flight; see :meth:`Reserved.hear`."""
+        self._hear(client)
+        self._reserved.hear(client, message, new, over, whole)
+
+    async def wait_for_stragglers(self, sizes: Sizes, train_step: int, waited: float) -> float:
+        """Until a take need not wait any more; seconds it took."""
+        operations, wanted = self._operations, Wanted(checked_sizes(sizes), train_step)
+        limit = operations.straggler_timeout_s
+        self._takes_waiting += 1
+        self._room.let_in()
+        try:
+            return await wait_for_stragglers(operations.in_flight, wanted, limit, waited, IN_EVENT_LOOP)
+        finally:
+            self._takes_waiting -= 1
+
+    def _awaited(self, name: Name) -> bool:
+        """Whether a take waits for stragglers that this group may be one of."""
+        return self._takes_waiting > 0 and name in self._operations.in_flight.reserved
+
+    async def stragglers(self, sizes: Sizes, train_step: int) -> list[tuple[str, Told, float]]:
+        return self._reserved.told(self._operations.stragglers(sizes, train_step))
 
     async def leave(self, client: str) -> None:
         """A client goes: what was handed out to it is stored again."""
@@ -514,7 +507,7 @@ class ReplayBufferActor:
         return {
             "pid": os.getpid(),
             "cpu_s": time.process_time(),
-            "payloads": len(self._holders),
+            "payloads": len(self._payloads),
             "lent": len(self._lent),
             "batches": len(self._bookings.batches),
             "waiting": self._room.waiting,
@@ -543,13 +536,6 @@ class ReplayBufferActor:
         # At one moment: save takes the state down before it waits for anything.
         await self._buffer.save(self._directory, extra={**self._user_extra, _KEPT: self._bookings.as_dict()})
 
-    def _in_background(self, pending: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # without a loop, before the actor takes calls, nobody waits
-            asyncio.get_running_loop()
-            future = asyncio.ensure_future(_quiet(pending))
-            self._background.add(future)
-            future.add_done_callback(self._background.discard)
-
     def _give_back(self, name: Name) -> None:
         """Store a group again that was handed out, as it was then."""
         group = self._lent.pop(name, None)
@@ -557,7 +543,7 @@ class ReplayBufferActor:
         if group is None or token is None:
             return
         _, effects = self._operations.put(group, name[0], None, None, ["back", "", 0, 0, *name])
-        self._in_background(effects.finish(IN_EVENT_LOOP))
+        self._payloads.in_background(effects.finish(IN_EVENT_LOOP))
 
     def _forget(self, client: str) -> None:
         self._heard.pop(client, None)
@@ -567,6 +553,7 @@ class ReplayBufferActor:
         if names:
             logger.warning("client %s is gone: %d groups it was generating are stored again", client, len(names))
         self._bookings.answers.pop(client, None)
+        self._reserved.forget(client)
         self._after()
 
     async def _watch(self) -> None:
@@ -578,30 +565,16 @@ class ReplayBufferActor:
                 self._forget_those_unheard()
                 if time.monotonic() - swept >= self._grace_s / 2:
                     swept = time.monotonic()
-                    await self._sweep()
+                    await self._payloads.sweep(self._grace_s)
             except Exception:  # such as a full disk; it may be over the next time
                 logger.exception("clients and payloads could not be looked after")
 
     def _forget_those_unheard(self) -> None:
         since = time.monotonic() - self._lease_s
-        for client in {token.rpartition("-")[0] for token in self._bookings.lent.values()}:
+        lent_to = {token.rpartition("-")[0] for token in self._bookings.lent.values()}
+        for client in lent_to.union(self._reserved.clients):
             if self._heard.setdefault(client, time.monotonic()) < since:
                 self._forget(client)
-
-    async def _sweep(self) -> None:
-        for handle in self._keepers.values():
-            names = await handle.unconfirmed.remote(self._grace_s)
-            if names:
-                known = [name for name in names if name in self._holders]
-                await handle.confirm.remote(known)
-                await handle.release.remote([name for name in names if name not in self._holders])
-
-
-async def _quiet(pending: Awaitable[Any]) -> None:
-    try:
-        await pending
-    except Exception:
-        logger.exception("payloads could not be released; they are once the actor is started anew")
 
 
 @contextlib.asynccontextmanager

@@ -37,12 +37,15 @@ class BatchRefs:
         Step it was taken for.
     trainable_tokens_by_task : dict of str to int
         Tokens that enter the loss.
+    straggler_s : float
+        Seconds that the take has waited for stragglers.
     """
 
     groups: dict[str, list[GroupRefs]]
     train_step: int
     trainable_tokens_by_task: dict[str, int]
     rules: Mapping[str, StalenessRule]
+    straggler_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.groups)
@@ -101,7 +104,9 @@ class BatchRefs:
                     f"task {task_name!r}: the payloads have {tokens[task_name]} tokens in the loss, their summaries "
                     f"{self.trainable_tokens_by_task[task_name]}; they do not belong together, and must not be trained"
                 )
-        return TrainBatch(states, tokens, left_out)
+        batch = TrainBatch(states, tokens, left_out)
+        batch.straggler_s = self.straggler_s
+        return batch
 
 
 def is_agentic(summaries: Sequence[RolloutState]) -> bool:

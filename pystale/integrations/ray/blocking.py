@@ -10,6 +10,7 @@ from pystale.group import Group
 from pystale.integrations.ray.batch import BatchRefs
 from pystale.integrations.ray.calls import ON_THREAD
 from pystale.integrations.ray.connection import Client, Methods
+from pystale.reservations import Reservation
 from pystale.state import Status
 from pystale.waiting import finished
 
@@ -82,6 +83,14 @@ class BlockingRayReplayBuffer:
     def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """See :meth:`RayReplayBuffer.reject`."""
         finished(self._methods.reject(group, task_name, outcome))
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """See :meth:`RayReplayBuffer.reserve`."""
+        return self._methods.client.reserve(group_id, task_name, model_step)
+
+    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """See :meth:`RayReplayBuffer.stragglers`."""
+        return finished(self._methods.stragglers(sizes, train_step))
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`RayReplayBuffer.settle`."""

@@ -16,6 +16,7 @@ from pystale.integrations.ray.calls import IN_EVENT_LOOP
 from pystale.integrations.ray.connection import Client, Methods
 from pystale.integrations.ray.framework import ray_module
 from pystale.integrations.ray.keeper import start_keepers
+from pystale.reservations import Reservation
 from pystale.staleness import StalenessRule
 from pystale.state import Status
 
@@ -36,10 +37,11 @@ class RayReplayBuffer:
     What differs from a buffer in the same process:
 
     - The states put are not those stored. They may be changed, or forgotten, once ``put`` has returned.
-    - A put of a COMPLETED group waits while its task has ``max_groups`` of them.
+    - A put of a COMPLETED group waits while its task has ``max_groups`` of them, unless a take waits for such groups.
     - :meth:`take_train_batch` acknowledges the batches of earlier steps: their payloads are released. A trainer that is
       started again, and asks for a step whose batch it had taken before, gets the same batch.
-    - Takes do not wait for stragglers, and there is no ``reserve``: ``wait_for_stragglers`` is False.
+    - :meth:`reserve` tells the actor, and does not wait for it. What a process has in flight is forgotten when nothing
+      is heard of it for ``lease_s`` seconds, and told again to an actor that was started anew within a quarter of that.
     - :meth:`ledger`, :meth:`report`, :meth:`settle` and ``len()`` block, as they have to ask the actor.
 
     Parameters
@@ -54,8 +56,6 @@ class RayReplayBuffer:
         wants the batches since then once more.
     """
 
-    wait_for_stragglers = False
-
     def __init__(self, actor: Any, *, trainer: str = "trainer", acknowledge: bool = True) -> None:
         self._client = Client(actor, trainer, acknowledge)
         self._methods = Methods(self._client, IN_EVENT_LOOP)
@@ -64,6 +64,8 @@ class RayReplayBuffer:
         self.order = self._client.order
         self.max_rerolls = self._client.max_rerolls
         self.group_mode, self.min_fresh = self._client.group_mode, self._client.min_fresh
+        self.wait_for_stragglers = self._client.wait_for_stragglers
+        self.straggler_timeout_s = self._client.straggler_timeout_s
 
     def __reduce__(self) -> Any:
         return _connected, (self._client.actor, self._client.trainer, self._client.acknowledge)
@@ -276,6 +278,20 @@ class RayReplayBuffer:
     async def reject(self, group: Sequence[Any], task_name: str = "default", outcome: str = "failed") -> None:
         """Count a group that is not put; see :meth:`ReplayBuffer.reject`. Its fields stay as they are."""
         await self._methods.reject(group, task_name, outcome)
+
+    def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
+        """Say that a group is in flight; see :meth:`ReplayBuffer.reserve`. Does not wait for the actor.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a group that this process has in flight already, or a task without a rule.
+        """
+        return self._client.reserve(group_id, task_name, model_step)
+
+    async def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+        """See :meth:`ReplayBuffer.stragglers`; also of other processes, which alone can release what is theirs."""
+        return await self._methods.stragglers(sizes, train_step)
 
     def settle(self, groups: Iterable[Sequence[Any]], outcome: str) -> None:
         """See :meth:`ReplayBuffer.settle`."""

@@ -3,19 +3,22 @@
 import asyncio
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pystale.arguments import OUTCOMES, Sizes, checked_outcome, checked_sizes, checked_task_name
+from pystale.arguments import OUTCOMES, Sizes, checked_group_id, checked_outcome, checked_sizes, checked_task_name
 from pystale.batch import TrainBatch
 from pystale.group import Group
 from pystale.integrations.ray.batch import BatchRefs, GroupRefs
 from pystale.integrations.ray.bookings import Call
 from pystale.integrations.ray.calls import IN_EVENT_LOOP, Answers, Together
 from pystale.integrations.ray.keeper import PayloadsLost, keeper_of
+from pystale.integrations.ray.reserved import Told
 from pystale.policy import GroupMode
+from pystale.reservations import Reservation, Reservations
 from pystale.staleness import StalenessRule, checked_int
 from pystale.state import RolloutState, Status
 from pystale.summary import assembled, payloads_of, read_rollouts, summaries_of, task_of
@@ -25,7 +28,7 @@ __all__ = ["Client", "Methods"]
 
 
 class Client:
-    """The connection of a process: its id, its calls, and what was handed out to it."""
+    """The connection of a process: its id, its calls, what was handed out to it, and what it has in flight."""
 
     def __init__(self, actor: Any, trainer: str, acknowledge: bool) -> None:
         import ray
@@ -41,6 +44,8 @@ class Client:
         self.max_rerolls: int | None = settings["max_rerolls"]
         self.group_mode: GroupMode = settings["group_mode"]
         self.min_fresh: int = settings["min_fresh"]
+        self.wait_for_stragglers: bool = settings["wait_for_stragglers"]
+        self.straggler_timeout_s: float = settings["straggler_timeout_s"]
         self.keepers: dict[str, Any] = settings["keepers"]
         here = keeper_of(ray.get_runtime_context().get_node_id())
         # A node that came later has none; any other does, and then payloads cross the network once more.
@@ -50,6 +55,9 @@ class Client:
         self._numbers = itertools.count()
         self._open: dict[int, None] = {}
         self._lock = threading.Lock()
+        self._reserved = Reservations()
+        self._told: dict[Reservation, Told] = {}  # what the actor has to know of it
+        self._messages = itertools.count()
         self._lease_s: float = settings["lease_s"]
         self._beating = threading.Event()
         self._closed = threading.Event()
@@ -74,6 +82,45 @@ class Client:
     def lend(self, name: tuple[str, Any], lease: str) -> None:
         """A group is in this process now, which has to be heard of until it is back."""
         self.leases[name] = lease
+        self._keep_in_touch()
+
+    def reserve(self, group_id: Any, task_name: str, model_step: int) -> Reservation:
+        """A group is in flight, and the actor is told so, without waiting for it."""
+        task_name, group_id = checked_task_name(task_name), checked_group_id(group_id)
+        model_step = checked_int("model_step", model_step, at_least=0)
+        self.rule(task_name)
+        reservation = Reservation(task_name, group_id, model_step, time.monotonic(), self._release)
+        with self._lock:
+            self._reserved.add(reservation)
+            told = self._told[reservation] = Told(next(self._numbers), task_name, group_id, model_step)
+            self._tell([told], [])
+        self._keep_in_touch()
+        return reservation
+
+    def _release(self, reservation: Reservation) -> None:
+        with self._lock:
+            if self._reserved.discard(reservation):
+                self._tell([], [self._told.pop(reservation).number])
+
+    def land(self, name: tuple[str, Any]) -> None:
+        """A group has come to the actor: it is neither lent nor in flight any more."""
+        self.leases.pop(name, None)
+        with self._lock:
+            reservation = self._reserved.land(*name)
+            if reservation is not None:
+                self._tell([], [self._told.pop(reservation).number])
+
+    def _tell(self, new: Sequence[Told], over: Sequence[int], *, whole: bool = False) -> None:
+        """Say what is in flight. Under the lock, so that messages leave in the order of their numbers."""
+        if not self.closed:
+            self.actor.in_flight.remote(self.id, next(self._messages), new, over, whole)
+
+    def reserved(self) -> dict[int, Reservation]:
+        """What this process has in flight, by number."""
+        with self._lock:
+            return {told.number: reservation for reservation, told in self._told.items()}
+
+    def _keep_in_touch(self) -> None:
         if not self._beating.is_set():
             self._beating.set()
             threading.Thread(target=self._beat, name="pystale-ray-client", daemon=True).start()
@@ -82,8 +129,13 @@ class Client:
         import ray
 
         while not self._closed.wait(self._lease_s / 4):
-            if self.leases and ray.is_initialized():
+            if not ray.is_initialized():
+                continue
+            if self.leases:
                 self.actor.heard.remote(self.id)
+            with self._lock:
+                if self._told:
+                    self._tell(list(self._told.values()), [], whole=True)
 
     @property
     def closed(self) -> bool:
@@ -138,7 +190,7 @@ class Methods:
             )
         finally:
             client.end(call)
-        client.leases.pop((task_name, group_id), None)
+        client.land((task_name, group_id))
         write_arrival(arriving, group_id, arriving.rerolls, train_step)
         result: Status = status
         return result
@@ -194,10 +246,30 @@ class Methods:
         sizes = checked_sizes(sizes)
         rules = {task_name: client.rule(task_name) for task_name in sizes}
         train_step = checked_int("train_step", train_step, at_least=1)
-        groups, tokens = await self.call("take", client.trainer, sizes, train_step, client.acknowledge)
+        waited = 0.0
+        while True:
+            found = await self.call("take", client.trainer, sizes, train_step, client.acknowledge)
+            if found is not None:
+                break
+            # Not within the call, which is done once and to its end also for a caller that gives up meanwhile.
+            waited += await self.ask("wait_for_stragglers", sizes, train_step, waited)
+        groups, tokens = found
         refs = iter(await self._refs([group for of_task in groups.values() for group in of_task]))
-        found = {name: [GroupRefs(group, *next(refs)) for group in of_task] for name, of_task in groups.items()}
-        return BatchRefs(found, train_step, tokens, rules)
+        by_task = {name: [GroupRefs(group, *next(refs)) for group in of_task] for name, of_task in groups.items()}
+        return BatchRefs(by_task, train_step, tokens, rules, waited)
+
+    async def stragglers(self, sizes: Sizes, train_step: int) -> list[Reservation]:
+        sizes, train_step = checked_sizes(sizes), checked_int("train_step", train_step, at_least=1)
+        for task_name in sizes:
+            self.client.rule(task_name)
+        found = await self.ask("stragglers", sizes, train_step)
+        ours, now = self.client.reserved(), time.monotonic()
+        return [
+            ours[told.number]
+            if owner == self.client.id and told.number in ours
+            else Reservation(told.task_name, told.group_id, told.model_step, now - seconds, _not_ours)
+            for owner, told, seconds in found
+        ]
 
     async def fetch(self, batch: BatchRefs, rank: int = 0, world_size: int = 1) -> TrainBatch:
         return batch.assembled(await self._values(batch.refs(rank, world_size)), rank, world_size)
@@ -240,11 +312,15 @@ class Methods:
             given.append((task_name, summaries_of(read_rollouts(group, task_name), None)))
         await self.call("settle", given, outcome)
         for task_name, summaries in given:
-            self.client.leases.pop((task_name, summaries[0].group_id), None)
+            self.client.land((task_name, summaries[0].group_id))
 
     async def reject(self, group: Sequence[Any], task_name: str, outcome: str) -> None:
         checked_outcome(outcome, OUTCOMES[1:])
         arriving = read_rollouts(group, checked_task_name(task_name))
         summaries = summaries_of(arriving, None)
         await self.call("reject", task_name, summaries, outcome)
-        self.client.leases.pop((task_name, summaries[0].group_id), None)
+        self.client.land((task_name, summaries[0].group_id))
+
+
+def _not_ours(reservation: Reservation) -> None:
+    raise ValueError(f"{reservation} is of another process, which has to release it")

@@ -18,7 +18,7 @@ class Room:
 
     The bound is of each task by itself, and only of COMPLETED groups. So it cannot bring a trainer to a stop: one that
     waits lacks groups of some task, and where that task has fewer than a batch holds, and the bound is not below that,
-    the task has room.
+    the task has room. One that waits for stragglers would keep them waiting for room: these need none.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Room:
         self._count = count
         self._bound = bound
         self._entering: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], Callable[[], bool]]]] = {}
 
     @property
     def waiting(self) -> int:
@@ -54,23 +54,23 @@ class Room:
                 )
 
     @contextlib.asynccontextmanager
-    async def of(self, task_name: str) -> AsyncIterator[None]:
-        """Room for one group, to be stored within."""
+    async def of(self, task_name: str, awaited: Callable[[], bool]) -> AsyncIterator[None]:
+        """Room for one group, to be stored within; `awaited`: whether it is a straggler that a take waits for."""
         bound = self.bound(task_name)
         if bound is None:
             yield
             return
         queue = self._waiting.setdefault(task_name, deque())
-        if queue or self._taken(task_name) >= bound:
+        if (queue or self._taken(task_name) >= bound) and not awaited():
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            queue.append(place)
+            queue.append((place, awaited))
             try:
                 await place
             except BaseException:
                 if place.done() and not place.cancelled():
                     self._entering[task_name] -= 1
-                elif place in queue:
-                    queue.remove(place)
+                elif (place, awaited) in queue:
+                    queue.remove((place, awaited))
                 self.let_in()
                 raise
         else:
@@ -85,10 +85,15 @@ class Room:
         for task_name, queue in self._waiting.items():
             bound = self.bound(task_name)
             while queue and bound is not None and self._taken(task_name) < bound:
-                place = queue.popleft()
-                if not place.done():
-                    self._entering[task_name] += 1
-                    place.set_result(None)
+                self._let_in(task_name, queue.popleft()[0])
+            for place, awaited in [waiting for waiting in queue if waiting[1]()]:
+                queue.remove((place, awaited))
+                self._let_in(task_name, place)
+
+    def _let_in(self, task_name: str, place: "asyncio.Future[None]") -> None:
+        if not place.done():
+            self._entering[task_name] += 1
+            place.set_result(None)
 
     def _taken(self, task_name: str) -> int:
         return self._count(task_name) + self._entering[task_name]

@@ -225,9 +225,9 @@ class TransferQueueStore:
         """See :meth:`ReplayBuffer.reserve`."""
         return self._buffer.reserve(group_id, task_name, model_step=model_step)
 
-    def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
+    async def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
         """See :meth:`ReplayBuffer.stragglers`."""
-        return self._buffer.stragglers(sizes, train_step=train_step)
+        return await self._buffer.stragglers(sizes, train_step=train_step)
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.ledger`."""
@@ -343,7 +343,7 @@ class BlockingTransferQueueStore:
 
     def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
         """See :meth:`TransferQueueStore.stragglers`."""
-        return self._buffer.stragglers(sizes, train_step=train_step)
+        return self._buffer.sync.stragglers(sizes, train_step=train_step)
 
     def ledger(self) -> dict[str, Any]:
         """See :meth:`TransferQueueStore.ledger`."""

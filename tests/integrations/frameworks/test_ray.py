@@ -27,6 +27,7 @@ from pystale import (
     RolloutState,
     StalenessRule,
     Status,
+    StragglersOverdue,
     TaskSpec,
 )
 from pystale.group import read_group
@@ -59,6 +60,14 @@ def start(cluster: None, tmp_path: Path) -> Iterator[Any]:
     yield start
     for buffer in started:
         buffer.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayReplayBuffer]:
+    """A buffer for tests that leave it as it was."""
+    buffer = RayReplayBuffer.start(RULE, directory=tmp_path_factory.mktemp("shared"), tail_batch_trigger_size=0)
+    yield buffer
+    buffer.shutdown()
 
 
 def group_of(number: int, steps: list[int], *, size: int = 2, **fields: Any) -> list[RolloutState]:
@@ -284,6 +293,13 @@ class Process:
     def put_back(self, train_step: int) -> list[Status]:
         return [self.buffer.sync.put(group, train_step=train_step) for group in self.held]
 
+    def reserve(self, numbers: list[int], model_step: int) -> None:
+        for number in numbers:
+            self.buffer.reserve(number, model_step=model_step)
+
+    def put_one(self, number: int, steps: list[int], train_step: int) -> Status:
+        return self.buffer.sync.put(group_of(number, steps), train_step=train_step)
+
     def take(self, n: int, train_step: int) -> list[Any]:
         self.batch = self.buffer.sync.take_train_batch({"default": n}, train_step=train_step)
         return [state.rollout_id for state in self.batch.responses]
@@ -425,6 +441,129 @@ def test_puts_wait_for_room_and_takes_make_it(start: Any, process: Any) -> None:
         buffer.sync.take_train_batch({"default": 3}, train_step=5)
 
 
+def waiting(start: Any, **settings: Any) -> RayReplayBuffer:
+    """A buffer whose takes wait for stragglers, with a group of step 4 for step 5."""
+    buffer: RayReplayBuffer = start(StalenessRule(1), wait_for_stragglers=True, lease_s=2.0, **settings)
+    buffer.sync.put(group_of(0, [4]), train_step=5)
+    return buffer
+
+
+def reserved(buffer: RayReplayBuffer) -> int:
+    return buffer.sync.report().reserved.get("default", 0)
+
+
+def test_a_take_waits_for_what_another_process_has_in_flight(start: Any, process: Any) -> None:
+    buffer = waiting(start)
+    producer, trainer = process(buffer), process(buffer)
+    producer.reserve.remote([1, 2], 3)  # too old for step 6
+    assert becomes(2, lambda: reserved(buffer))
+    taking = trainer.take.remote(1, 5)
+    assert ray.wait([taking], timeout=3.0)[0] == [], "it waits, though nothing was heard of the lease but beats"
+    assert ray.get(producer.put_one.remote(1, [3], 5)) is Status.COMPLETED
+    assert ray.wait([taking], timeout=0.5)[0] == []
+    ray.get(producer.put_one.remote(2, [3], 5))
+    assert ray.get(taking) == [2, 3]  # the members of group 1, which is older than group 0 and came before group 2
+    assert reserved(buffer) == 0
+    assert 3.0 < buffer.report().straggler_s < 60.0
+
+
+def test_what_a_killed_producer_had_in_flight_is_not_waited_for(start: Any, process: Any) -> None:
+    buffer = waiting(start)
+    producer = process(buffer)
+    producer.reserve.remote([1, 2], 3)
+    assert becomes(2, lambda: reserved(buffer))
+    kill(producer)
+    batch = buffer.sync.take_train_batch({"default": 1}, train_step=5)
+    assert [state.group_id for state in batch.responses] == [0, 0]
+    assert 1.0 < batch.straggler_s < 30.0
+    assert reserved(buffer) == 0
+
+
+def test_an_actor_that_was_killed_hears_again_of_what_is_in_flight(start: Any) -> None:
+    buffer = waiting(start)
+    held = [buffer.reserve(number, model_step=3) for number in (1, 2, None)]
+    assert becomes(3, lambda: reserved(buffer))
+    kill_actor(buffer)
+    assert becomes(3, lambda: reserved(buffer))
+    buffer.sync.put(group_of(1, [3]), train_step=5)
+    assert reserved(buffer) == 2
+    for reservation in held:
+        reservation.release()
+    assert becomes(0, lambda: reserved(buffer))
+    time.sleep(1.0)  # longer than until it is told again
+    assert reserved(buffer) == 0
+
+
+def test_a_take_that_is_given_up_takes_nothing(start: Any) -> None:
+    buffer = waiting(start)
+
+    async def main() -> list[Any]:
+        reservation = buffer.reserve(1, model_step=3)
+        taking = asyncio.ensure_future(buffer.take_train_batch({"default": 1}, train_step=5))
+        await asyncio.sleep(1.0)
+        assert not taking.done()
+        taking.cancel()
+        await asyncio.wait([taking])
+        reservation.release()
+        await asyncio.sleep(0.5)
+        assert await buffer.count() == 1
+        batch = await buffer.take_train_batch({"default": 1}, train_step=5)
+        return [state.group_id for state in batch.responses]
+
+    assert asyncio.run(main()) == [0, 0]
+    assert balanced(buffer.ledger())
+
+
+def test_a_wait_for_stragglers_has_an_end(start: Any, process: Any) -> None:
+    buffer = waiting(start, straggler_timeout_s=1.0)
+    process(buffer).reserve.remote([1], 3)
+    assert becomes(1, lambda: reserved(buffer))
+    ours = buffer.reserve(2, model_step=3)
+    with pytest.raises(StragglersOverdue, match=r"has not landed within 1.0 s.*2 in flight: group 1 of task 'default'"):
+        buffer.sync.take_train_batch({"default": 1}, train_step=5)
+    theirs, found = buffer.sync.stragglers({"default": 1}, train_step=5)
+    assert found is ours
+    assert (theirs.group_id, theirs.model_step) == (1, 3)
+    with pytest.raises(ValueError, match=r"Reservation\('default', 1, model_step=3\) is of another process"):
+        theirs.release()
+    assert asyncio.run(buffer.stragglers({"default": 2}, train_step=4)) == []  # both may be trained at step 5
+    assert len(buffer) == 1
+
+
+def test_a_straggler_that_is_waited_for_needs_no_room(start: Any, process: Any) -> None:
+    buffer = waiting(start, max_groups=1)
+    producer, trainer = process(buffer), process(buffer)
+    producer.reserve.remote([1], 3)
+    assert becomes(1, lambda: reserved(buffer))
+    putting = producer.put_one.remote(1, [3], 5)
+    assert becomes(1, lambda: report(buffer)["waiting"])
+    assert ray.get(trainer.take.remote(1, 5)) == [2, 3]
+    assert ray.get(putting) is Status.COMPLETED
+    # One that begins to wait for room when a take waits already; group 0 is still there.
+    producer.reserve.remote([2, 3], 4)
+    assert becomes(2, lambda: reserved(buffer))
+    taking = trainer.take.remote(1, 6)
+    assert ray.wait([taking], timeout=0.5)[0] == []
+    ray.get([producer.put_one.remote(number, [4], 6) for number in (2, 3)])
+    assert ray.get(taking) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((1, "default", 3), ValueError, "group 1 of task 'default' is reserved already"),
+        ((1.5, "default", 3), TypeError, "group_id must be an int, a str or None"),
+        ((2, "default", -1), ValueError, "model_step must be at least 0"),
+        ((2, "default", None), TypeError, "model_step must be an int"),
+        ((2, 5, 3), TypeError, "a task name is a str"),
+    ],
+)
+def test_what_cannot_be_in_flight_is_refused(shared: Any, arguments: Any, error: Any, message: str) -> None:
+    group_id, task_name, model_step = arguments
+    with shared.reserve(1, model_step=3), pytest.raises(error, match=message):
+        shared.reserve(group_id, task_name, model_step=model_step)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -544,9 +683,10 @@ class Echo:
         pass
 
 
-def test_a_colocated_manager_runs_on_it(start: Any) -> None:
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_colocated_manager_runs_on_it(start: Any, wait: bool) -> None:
     strategy = AsyncProduceStrategyConfig(max_staleness=1, tail_batch_trigger_size=0, over_sample_threshold=0.5).build()
-    buffer = start(strategy.rule)
+    buffer = start(strategy.rule, wait_for_stragglers=wait)
     sampler = PromptSampler(([n, n] for n in range(1000)), buffer, group_size=2)
     manager = AgentLoopManager(TaskSpec("echo", Echo(), sampler, strategy), buffer)
 
@@ -562,9 +702,10 @@ def test_a_colocated_manager_runs_on_it(start: Any) -> None:
     assert balanced(buffer.ledger())
 
 
-def test_a_disaggregated_manager_runs_on_it(start: Any) -> None:
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_disaggregated_manager_runs_on_it(start: Any, wait: bool) -> None:
     strategy = DisaggAsyncProduceStrategyConfig(max_staleness=1, tail_batch_trigger_size=0).build()
-    buffer = start(strategy.rule)
+    buffer = start(strategy.rule, wait_for_stragglers=wait)
     sampler = PromptSampler(([n, n] for n in range(1000)), buffer, group_size=2)
     manager = DisaggAgentLoopManager(TaskSpec("echo", Echo(), sampler, strategy), buffer)
 
@@ -584,6 +725,7 @@ def test_a_disaggregated_manager_runs_on_it(start: Any) -> None:
     trained = asyncio.run(main())
     assert len(set(trained)) == 20
     assert buffer.ledger()["trained"] == 160
+    assert becomes(0, lambda: reserved(buffer))
     assert balanced(buffer.ledger())
 
 
