@@ -402,6 +402,7 @@ while True:
 """
 
 
+@pytest.mark.whole_run
 def test_a_checkpoint_survives_kill_9_at_any_moment(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)

@@ -96,6 +96,7 @@ def drill(directory, kills):
     return account
 
 
+@pytest.mark.whole_run
 def test_prompts_are_conserved_over_10_kills(tmp_path):
     account = drill(tmp_path, 10)
     print(account.lives, "lives,", len(account.trained), "trained,", len(account.discarded), "discarded")

@@ -83,6 +83,7 @@ def soak(groups: int, stored: int) -> None:
     assert resident_bytes() - resident < came * 100 + (16 << 20)
 
 
+@pytest.mark.whole_run
 def test_twenty_thousand_groups() -> None:
     soak(20_000, stored=2_000)
 

@@ -112,7 +112,9 @@ class Client:
 
     def _tell(self, new: Sequence[Told], over: Sequence[int], *, whole: bool = False) -> None:
         """Say what is in flight. Under the lock, so that messages leave in the order of their numbers."""
-        if not self.closed:
+        import ray
+
+        if not self.closed and ray.is_initialized():
             self.actor.in_flight.remote(self.id, next(self._messages), new, over, whole)
 
     def reserved(self) -> dict[int, Reservation]:
