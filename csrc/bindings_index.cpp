@@ -195,8 +195,8 @@ True
                 return to_list(counts);
             },
             py::arg("task"), "Number of groups in each pool of a task, by status.")
-        .def("count_due", &Index::count_due, py::arg("task"), py::arg("status"), py::arg("train_step"),
-             "Number of groups of a pool that are due at ``train_step``.")
+        .def("count_keys", &Index::count_keys, py::arg("task"), py::arg("status"), py::arg("first"), py::arg("last"),
+             "Number of groups of a pool with a key from ``first`` to ``last``.")
         .def(
             "seq_staleness",
             [](const Index& index, GroupId group, Integer train_step) {

@@ -249,12 +249,12 @@ std::vector<StalenessIndex::GroupId> StalenessIndex::first(std::int64_t task, st
 
 std::int64_t StalenessIndex::count(std::int64_t task, std::int64_t status) const { return pool_at(task, status).count; }
 
-std::int64_t StalenessIndex::count_due(std::int64_t task, std::int64_t status, std::int64_t train_step) const {
+std::int64_t StalenessIndex::count_keys(std::int64_t task, std::int64_t status, std::int64_t first,
+                                        std::int64_t last) const {
+    const OrderMap& order = pool_at(task, status).order;
     std::int64_t count = 0;
-    for (const auto& [deadline, groups] : pool_at(task, status).due) {
-        if (deadline > train_step) break;
-        count += groups.count;
-    }
+    for (auto at = order.lower_bound({false, first}); at != order.end() && at->first <= OrderKey{false, last}; ++at)
+        count += at->second.in_order.count + static_cast<std::int64_t>(at->second.late.size());
     return count;
 }
 

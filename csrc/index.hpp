@@ -26,7 +26,7 @@
 // Cost. b: distinct keys or deadlines in a pool (in practice model steps, so few); l: groups of one pool and key that
 // arrived out of order. insert, expire: O(log b), plus O(log l) when out of order. remove: O(1), or O(log l). due:
 // O(pools) plus O(k log k) for k groups due (the log is the sort by arrival). first: O(n). set_thresholds: O(groups of
-// the task). count_due: O(b). Memory of removed groups is kept for later ones, except that of their members.
+// the task). count_keys: O(b). Memory of removed groups is kept for later ones, except that of their members.
 //
 // Serialisation: none inside. The caller makes sure that no two calls overlap unless both are const.
 // Errors: thrown before anything changes. Running out of memory leaves the index as it was, too.
@@ -114,9 +114,9 @@ class StalenessIndex {
     // Staleness of a member's oldest token at train_step; 0 where it has none. Saturates at the least int64.
     static std::int64_t seq_staleness(const Member& member, std::int64_t train_step) noexcept;
 
-    // Number of groups of a pool that are due at train_step.
+    // Number of groups of a pool with a key from `first` to `last`.
     // std::out_of_range: no such task. std::invalid_argument: no such status.
-    std::int64_t count_due(std::int64_t task, std::int64_t status, std::int64_t train_step) const;
+    std::int64_t count_keys(std::int64_t task, std::int64_t status, std::int64_t first, std::int64_t last) const;
 
     // What is stored about a group. All: UnknownGroup.
     std::span<const Member> members(GroupId group) const;  // valid until the next call that is not const

@@ -133,7 +133,7 @@ def checked_seconds(name: str, value: Any, *, positive: bool = False) -> float:
 
 def warn_of_order(order: Order) -> None:
     """Warn the caller's caller that what takes have waited for may expire all the same."""
-    if order in (Order.FIFO, Order.FRESHEST_FIRST):
+    if order is not Order.STALEST_FIRST:
         warnings.warn(
             f"wait_for_stragglers with order={order.value!r}: what a take has waited for may be left behind, younger "
             "groups taken in its place, and expire; 'stalest_first' takes it first",

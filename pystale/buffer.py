@@ -73,8 +73,8 @@ class ReplayBuffer:
     min_fresh : int, default 1
         Members that a group is trained with at least, for "members".
     wait_for_stragglers : bool, default False
-        Have :meth:`take_train_batch` wait for work in flight that would be dropped otherwise, because it would land too
-        late, or land in time and be more than later batches can train in time: see Notes. Work in flight is what was
+        Have :meth:`take_train_batch` wait for work in flight that later batches could not train in time, so that it is
+        not dropped for being slow: see Notes. Work in flight is what was
         reserved with :meth:`reserve`, as the producers of pystale do then.
     straggler_timeout_s : float, default 600.0
         Seconds after which such a wait is an error.
@@ -110,7 +110,8 @@ class ReplayBuffer:
     Warns
     -----
     UserWarning
-        If a task has a token rule and no re-rollout, or `wait_for_stragglers` an order that is not by age.
+        If a task has a token rule and no re-rollout, or for `wait_for_stragglers` with another order than
+        "stalest_first".
 
     Notes
     -----
@@ -128,18 +129,20 @@ class ReplayBuffer:
       :meth:`save` has written a checkpoint, which needs no journal.
     - A buffer whose journal was used before accepts only :meth:`resume`; everything else is a ValueError.
 
-    With `wait_for_stragglers` nothing that was begun in time is lost to being slow, and nothing too old is trained. A
-    take of n groups for step T waits while work is in flight that would be too old for step T + 1, which is verl's rule
-    (``wait``). It also waits while more than ``(D - T) * n`` groups are in flight that may be trained at step D at the
-    latest, since batches for the steps after T could not train all of them, until it can fill itself with groups that
-    are as urgent. As long as batches are of one size and no more is begun than can be trained in time (by version v no
-    more than v + stale_threshold batches), nothing is dropped for its age then, and no take waits longer than that
-    needs.
+    With `wait_for_stragglers` a take of n groups for step T waits while work is in flight that would be too old for
+    step T + 1, which is verl's rule (``wait``). It also waits while more than ``(D - T) * n`` groups are in flight that
+    may be trained at step D at the latest, since batches for the steps after T could not train all of them, until it
+    can fill itself with groups that are as old. So nothing is dropped for the age of its oldest token, and no take
+    waits longer than that needs, as long as
 
-    What is beyond that expires as ever, as with oversampling. Unfinished work that waits in the ABORTED pool is not in
-    flight. The rule is about the oldest token: a response that lands in time without a fresh token still expires by the
-    token rule. And what has landed has to be taken before it is too old, which the orders "fifo" and "freshest_first"
-    do not see to. ``report().lengths`` shows what was dropped, and whether it was the long responses.
+    - no more is begun than can be trained in time: by version v no more than v + stale_threshold batches. What is
+      beyond that expires as ever, as with oversampling. Unfinished work in the ABORTED pool is not in flight;
+    - batches are of one size, and ``order`` is "stalest_first". Others may leave behind what was waited for. So may
+      groups that go first for another reason than the age of their tokens: those without versions where
+      `missing_version` is "oldest", and those with members left out.
+
+    The token rule is not part of it: a response that lands in time without a fresh token still expires by that.
+    ``report().lengths`` shows what was dropped, and whether it was the long responses.
 
     Examples
     --------
@@ -397,11 +400,11 @@ class ReplayBuffer:
         return self.operations.in_flight.reserve(group_id, task_name, model_step)
 
     async def stragglers(self, sizes: Sizes, *, train_step: int) -> list[Reservation]:
-        """Work in flight that a take of `sizes` for `train_step` would wait for now, were it there.
+        """Work in flight that a take of `sizes` for `train_step` would wait for now, if the batch was there.
 
-        That is work which would be dropped otherwise, because no later batch of this size could train it in time: see
-        Notes of :class:`ReplayBuffer`. Whatever ``wait_for_stragglers`` is, so that who asks may wait by himself, or
-        have it finished first.
+        That is work that later batches of this size could not train in time: see Notes of :class:`ReplayBuffer`.
+        Groups stored are taken as they are; a take refreshes first. The answer does not depend on
+        ``wait_for_stragglers``, so that who asks may wait by himself, or have it finished first.
 
         Parameters
         ----------

@@ -28,12 +28,13 @@ class InFlight:
     """Reservations of a buffer, guarded by its mutex.
 
     A take of n groups waits for work in flight where it would leave more than later takes of n groups can train in
-    time. What may be trained at step D at the latest has the takes for steps T + 1 to D, once that for T is over. So
-    the take for T waits where more than (D - T) * n such groups are in flight, unless it is full of stored ones that
-    may be trained at D at the latest itself. While no more is begun than can be trained in time, that is both enough
-    for nothing to be dropped and no longer than needed, for batches that take first what is due first.
+    time. What is as old as version m, or older, may be trained at step D = m + stale_threshold at the latest: once the
+    take for T is over, by those for T + 1 to D. So the take for T waits where more than (D - T) * n groups of these are
+    in flight, unless it is full of stored ones of these itself. While no more is begun than can be trained in time,
+    that is both enough for nothing to be dropped for its oldest token, and no longer than needed, for batches that take
+    the stalest first.
 
-    For D = T it waits in any case: for all that is too old for step T + 1, which is verl's rule.
+    For D <= T it waits in any case: for all that is too old for step T + 1, which is verl's rule.
 
     Attributes
     ----------
@@ -63,17 +64,17 @@ class InFlight:
 
     def _release(self, reservation: Reservation) -> None:
         with self._operations.lock:
-            ready = self._unblocked() if self.reserved.discard(reservation) else []
+            ready = self.ready() if self.reserved.discard(reservation) else []
         for waiter in ready:
             waiter.wake()
 
-    def land(self, names: Iterable[tuple[str, Any]]) -> list[Waiter[Wanted]]:
-        """Groups have come to the buffer: those who can go on now, to be woken. Called under the mutex."""
+    def land(self, names: Iterable[tuple[str, Any]]) -> None:
+        """Groups have come to the buffer. Called under the mutex."""
         for name in names:
             self.reserved.land(*name)
-        return self._unblocked()
 
-    def _unblocked(self) -> list[Waiter[Wanted]]:
+    def ready(self) -> list[Waiter[Wanted]]:
+        """Those who need not wait any more, to be woken. Called under the mutex."""
         return self._waiters.pop_ready(self.straggling)
 
     def straggling(self, wanted: Wanted) -> bool:
@@ -95,17 +96,17 @@ class InFlight:
             return None
         store = self._operations.store
         stale_threshold = store.settings(task_name)[0].stale_threshold
+        oldest = train_step - stale_threshold  # that this take may train
         newest, last_chance, others = None, 0, 0
         for version, count in self.reserved.by_version(task_name):
-            later = version + stale_threshold - train_step  # takes after this one that may train it
-            if later <= 0:
+            if version <= oldest:
                 newest = version
-                last_chance += count
+                last_chance += count if version == oldest else 0
                 continue
             others += count
-            if others > later * n:
-                due = last_chance + store.count_due(task_name, Status.COMPLETED, train_step + later + 1)
-                if due < n:
+            if others > (version - oldest) * n:  # takes after this one that may train it, times n
+                stored = store.count_keys(task_name, Status.COMPLETED, oldest, version)
+                if last_chance + stored < n:
                     newest = version
         return newest
 
@@ -113,6 +114,11 @@ class InFlight:
         """A waiter that `wake` is called for once a take need not wait any more; None when it need not now."""
         with self._operations.lock:
             return self._waiters.add(wanted, wake) if self.straggling(wanted) else None
+
+    def straggles(self, wanted: Wanted) -> bool:
+        """As :meth:`straggling`, not under the mutex."""
+        with self._operations.lock:
+            return self.straggling(wanted)
 
     def dismiss(self, waiter: Waiter[Wanted], seconds: float) -> None:
         """A wait is over; it took so many seconds."""
@@ -161,6 +167,6 @@ async def wait_for_stragglers(
     finally:
         seconds = waiting.clock() - began
         in_flight.dismiss(waiter, seconds)
-    if not landed:
+    if not landed and in_flight.straggles(wanted):
         raise in_flight.overdue(wanted, limit)
     return seconds

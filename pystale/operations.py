@@ -135,10 +135,8 @@ class Operations:
             if self.trace is not None:
                 self.trace.put(self.store, arriving, traced, train_step)
             effects.entry = self._record("put", encoded, note=note)
-            ready: list[Waiter[Any]] = []
-            if status is Status.COMPLETED:
-                ready += self.waiters.pop_ready(self._short)
-            ready += self.in_flight.land([(task_name, group_id)])
+            self.in_flight.land([(task_name, group_id)])
+            ready = self._ready()
         _wake(ready)
         return status, effects
 
@@ -220,7 +218,8 @@ class Operations:
                 if self.trace is not None:
                     self.trace.close_account("settle", self.store, read, members, outcome)
             entry = self._record("settle", note=note)
-            ready = self.in_flight.land(names)
+            self.in_flight.land(names)
+            ready = self._ready()
         _wake(ready)
         return entry
 
@@ -237,7 +236,8 @@ class Operations:
             if self.trace is not None:
                 self.trace.close_account("reject", self.store, arriving, traced, outcome)
             effects.entry = self._record("reject", note=note)
-            ready = self.in_flight.land([(task_name, group_id)])
+            self.in_flight.land([(task_name, group_id)])
+            ready = self._ready()
         _wake(ready)
         return effects
 
@@ -333,7 +333,7 @@ class Operations:
                 self.store.give_back(record)
             if self.trace is not None:
                 self.trace.undo(claimed)
-            ready = self.waiters.pop_ready(self._short)
+            ready = self._ready()
         _wake(ready)
 
     def _take_back(self, claim: Claim) -> None:
@@ -354,10 +354,14 @@ class Operations:
                     if self.trace is not None:
                         self.trace.undo([record])
                     self._record("take back", again)
-            ready = self.waiters.pop_ready(self._short)
+            ready = self._ready()
         _wake(ready)
 
     # Waiting and counting
+
+    def _ready(self) -> list[Waiter[Any]]:
+        """Those who waited for what is there now, to be woken once the mutex is free. Called under it."""
+        return [*self.waiters.pop_ready(self._short), *self.in_flight.ready()]
 
     def _checked_sizes(self, sizes: Any) -> dict[str, int]:
         checked = checked_sizes(sizes)
@@ -522,7 +526,7 @@ class Operations:
             if undo_takes and store.changes is not None:
                 store.changes.undo_takes()
             entry = self._record("resume")
-            ready = self.waiters.pop_ready(self._short)
+            ready = self._ready()
         _wake(ready)
         if entry is not None and self.journal is not None:
             self.journal.wait(entry)

@@ -343,10 +343,11 @@ class Line:
                     return
                 left = began + limit - self.clock()
                 if left <= 0:
+                    ours = [reservation for reservation in awaited if reservation in running]
                     raise StragglersOverdue(
                         f"task {self.task_name!r}, train_step {self.train_step}, model_step {self.model_step}: work "
                         f"that later batches could not train in time has not come back within {limit} s. "
-                        f"{described(awaited, time.monotonic())}. {self.counts()}"
+                        f"{described(ours, time.monotonic())}. {self.counts()}"
                     )
                 await self.pending.wait(left)
                 await to_the_end(self.collect())

@@ -102,9 +102,9 @@ class Reservations:
             self.discard(reservation)
         return reservation
 
-    def __contains__(self, name: tuple[str, Any]) -> bool:
-        """Whether the group of this task and id is in flight."""
-        return name in self._named
+    def find(self, task_name: str, group_id: Any) -> Reservation | None:
+        """Reservation of the group of this task and id, if it is in flight."""
+        return self._named.get((task_name, group_id))
 
     def by_version(self, task_name: str) -> list[tuple[int, int]]:
         """(version, groups in flight that are as old as it) of a task, the oldest version first."""

@@ -359,10 +359,10 @@ class Store:
             return 0
         return self.index.count(task.number, number_of(status))
 
-    def count_due(self, task_name: str, status: Status, train_step: int) -> int:
-        """Groups of a pool that are due at this step."""
+    def count_keys(self, task_name: str, status: Status, first: int, last: int) -> int:
+        """Groups of a pool with a key from `first` to `last`, which are oldest model steps for stalest first."""
         task = self.tasks.get(task_name)
-        return 0 if task is None else self.index.count_due(task.number, number_of(status), train_step)
+        return 0 if task is None else self.index.count_keys(task.number, number_of(status), first, last)
 
     def hand_out(self, task_name: str, status: Status, n: int) -> list[Record]:
         """Take the first `n` records of a pool, in order; their tokens are in flight.

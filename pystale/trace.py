@@ -1,7 +1,7 @@
 """The trace: what happened to a buffer, line by line, for ``pystale replay`` to go through again.
 
 JSON Lines in ASCII, described in ``docs/trace.md``: a header with the settings, then a line per operation. Versions and
-masks are runs, there is no text, and what is usual is left out, so that a rollout takes about 100 bytes.
+masks are runs, there is no text, and what is usual is left out: a rollout takes about 100 bytes, more in many parts.
 
 A trace is a record, not a safeguard. It never holds up the buffer: lines wait in memory for a thread that writes them,
 :data:`WAITING_BYTES` at most. Where the disk is slower than that, lines are left out, and a line in their place says
@@ -25,7 +25,7 @@ from pystale._objects import ModelSteps, effective_mask
 from pystale.arguments import Rules, Triggers
 from pystale.files import write_all
 from pystale.group import AGEING, Arriving, read_group
-from pystale.staleness import StalenessRule
+from pystale.staleness import StalenessRule, checked_int
 from pystale.state import Status
 from pystale.strict_json import dump_json
 
@@ -43,6 +43,8 @@ WAITING_BYTES = 64 << 20
 # Longer lines are neither written nor read. A group of 8 responses whose 32,768 tokens are all of different versions
 # has 3 MiB.
 LINE_BYTES = 16 << 20
+# Times are below this.
+MOST_SECONDS = 1e11
 # What the writing thread takes at a time, and how long it lets lines gather.
 WRITE_BYTES = 1 << 20
 GATHER_SECONDS = 0.05
@@ -103,7 +105,8 @@ class Trace:
 
     The buffer's operations call it under their mutex, in the order in which they take effect; managers and clients add
     what only they know with :meth:`leg` and :meth:`weight_sync`, from any thread. No method but :meth:`flush` and
-    :meth:`close` waits, and none raises once the file is there. A process that is forked leaves the file to its parent.
+    :meth:`close` waits, and none raises for what becomes of the file once it is there. A process that is forked leaves
+    the file to its parent.
 
     Parameters
     ----------
@@ -156,8 +159,17 @@ class Trace:
             Finish reason: stop, length, abort or what the engine says.
         seconds : float
             How long it took.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a version or tokens that are no integers, or negative tokens.
         """
-        leg = [_id(group_id), _id(rollout_id), model_step, tokens, round(float(seconds), 3)]
+        if model_step is not None:
+            model_step = checked_int("model_step", model_step, at_least=-(2**63))
+        tokens = checked_int("tokens", tokens, at_least=0)
+        seconds = min(max(0.0, float(seconds)), MOST_SECONDS)  # whatever a clock says
+        leg: list[Any] = [_id(group_id), _id(rollout_id), model_step, tokens, round(seconds, 3)]
         if reason != "stop":
             leg.append(str(reason)[:100])
         self._write("leg", {"leg": leg})
@@ -165,7 +177,7 @@ class Trace:
     def weight_sync(self, model_step: int) -> None:
         """From now on the engine serves the weights of `model_step`; written once for each."""
         if model_step != self._model_step:
-            self._model_step = int(model_step)
+            self._model_step = checked_int("model_step", model_step, at_least=0)
             self._write("sync", {"model_step": self._model_step})
 
     # What the buffer does

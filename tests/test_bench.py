@@ -1,5 +1,6 @@
 """``pystale bench``: both sides agree before they are timed, and what was measured is said in every form."""
 
+import gc
 import json
 import os
 import pty
@@ -38,10 +39,13 @@ SMALL: list[tuple[str, Any]] = [
 @pytest.fixture
 def small(monkeypatch):
     """A bench of the same kind that takes no time."""
+    gc.freeze()  # each measurement begins with a collection, of everything that the tests have imported
     monkeypatch.setattr(plan, "KERNELS", tuple(SMALL[:6]))
     monkeypatch.setattr(plan, "LONG_LISTS", tuple(SMALL[6:]))
     monkeypatch.setattr(plan, "SIZES", (100, 200))
     monkeypatch.setattr(plan, "SHARE", 1e-4)
+    yield
+    gc.unfreeze()
 
 
 def comparison(title: str = "work of {}", **seconds: tuple[float, ...]) -> Comparison:
@@ -86,8 +90,6 @@ def test_a_call_is_undone_before_the_next():
 
 
 def test_the_garbage_collector_is_as_it_was():
-    import gc
-
     measure("work", [Side(OURS, lambda: gc.isenabled())], 0)
     assert gc.isenabled()
 
@@ -276,7 +278,7 @@ SAYS_WHEN_IT_BEGINS = "import sys, pystale.__main__ as command; print('ready', f
 def process(tmp_path):
     """The command as a process, once Python has started."""
     with subprocess.Popen(
-        [sys.executable, "-c", SAYS_WHEN_IT_BEGINS, "bench", "--seconds", "2"],
+        [sys.executable, "-c", SAYS_WHEN_IT_BEGINS, "bench", "--seconds", "1"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

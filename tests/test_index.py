@@ -216,11 +216,15 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(train_step=train_steps, mask=masks, data=st.data(), one_task=st.booleans())
     def due(self, train_step: int, mask: int, data: st.DataObject, one_task: bool) -> None:
         task = self.some_task(data) if one_task else None
-        expected = self.model.due(train_step, mask, task)
-        assert self.index.due(train_step, mask, task) == expected
-        if task is not None:
-            counts = [self.index.count_due(task, status, train_step) for status in STATUSES if mask >> status & 1]
-            assert sum(counts) == len(expected)
+        assert self.index.due(train_step, mask, task) == self.model.due(train_step, mask, task)
+
+    @rule(first=keys.filter(lambda key: key is not None), last=keys.filter(lambda key: key is not None), data=st.data())
+    def count_keys(self, first: int, last: int, data: st.DataObject) -> None:
+        task = self.some_task(data)
+        for status in STATUSES:
+            of_pool = [self.model.groups[id_].key for id_ in self.model.pool(task, status)]
+            found = [key for key in of_pool if key is not None and first <= key <= last]
+            assert self.index.count_keys(task, status, first, last) == len(found)
 
     @rule(id_=groups, train_step=train_steps)
     def ask_of_a_group(self, id_: int, train_step: int) -> None:

@@ -148,7 +148,7 @@ def index_paths() -> dict[str, Callable[[], Any]]:
             index.first(0, 2, 2),
             index.count(0, 2),
             index.counts(0),
-            index.count_due(0, 2, 9),
+            index.count_keys(0, 2, 0, 9),
             len(index),
             groups[0] in index,
             index.nbytes,
@@ -160,7 +160,7 @@ def index_paths() -> dict[str, Callable[[], Any]]:
         StalenessIndex().add_task(2, None)
 
     return {
-        "StalenessIndex.insert due due_members expire first take remove count counts count_due set_thresholds "
+        "StalenessIndex.insert due due_members expire first take remove count counts count_keys set_thresholds "
         "seq_staleness oldest newest_trainable key arrival status deadline nbytes": use,
         "StalenessIndex.add_task": add_task,
         "StalenessIndex.insert refuses": refused(lambda: index.insert(0, 2, 5, 0, [5, 4], [5])),

@@ -150,7 +150,62 @@ def test_a_wait_ends_also_with_work_that_was_not_reserved():
     assert run(main()) == [4]
 
 
-@pytest.mark.parametrize("order", ["fifo", "freshest_first"])
+def test_a_wait_ends_when_a_batch_is_given_back(tmp_path):
+    async def main():
+        b = waiting_buffer(2, journal=tmp_path / "journal", journal_delay=0.5)
+        for number, step in enumerate([3, 3, 4, 4]):
+            await b.put(one(number, step), train_step=5)
+        first = asyncio.ensure_future(b.take_train_batch({"default": 2}, train_step=5))
+        await asyncio.sleep(0)  # it has the two oldest, and waits for the disk
+        for number in (10, 11, 12):  # more than the batch after this one holds
+            b.reserve(number, model_step=3)
+        second = asyncio.ensure_future(b.take_train_batch({"default": 2}, train_step=5))
+        await asyncio.sleep(0.1)
+        assert not second.done()
+        first.cancel()
+        batch = await asyncio.wait_for(second, 30)
+        return [g[0].group_id for g in batch["default"]], first.cancelled()
+
+    assert asyncio.run(main()) == ([0, 1], True)
+
+
+def test_what_only_the_token_rule_makes_urgent_is_not_taken_first_and_fills_no_batch():
+    def state_of(steps, number):
+        return group(steps, group_id=number)
+
+    b = ReplayBuffer(StalenessRule(5, 2), tail_batch_trigger_size=0, wait_for_stragglers=True)
+    b.sync.put(state_of([8, 11], 1), train_step=12)
+    b.sync.put(state_of([9, 9], 2), train_step=12)  # is out of fresh tokens at step 13, and comes second
+    for number in (3, 4):
+        b.reserve(number, model_step=7)  # may be trained at step 13, where a batch of 1 trains one of them
+    assert [r.group_id for r in b.sync.stragglers({"default": 1}, train_step=12)] == [3, 4]
+
+
+def test_what_is_too_old_already_fills_no_batch():
+    b = waiting_buffer(2)
+    b.sync.put(one(1, 2), train_step=5)
+    for number in (2, 3):
+        b.sync.put(one(number, 5), train_step=6)
+    for number in (4, 5):
+        b.reserve(number, model_step=4)
+    assert len(b.sync.stragglers({"default": 1}, train_step=6)) == 2  # group 1 has expired by then
+    b.sync.refresh_staleness(6)
+    assert len(b.sync.stragglers({"default": 1}, train_step=6)) == 2
+
+
+@pytest.mark.parametrize("model_step", [2**63 - 1, 2**63 - 2])
+def test_the_largest_versions_are_versions_like_others(model_step):
+    b = waiting_buffer(1)
+    b.sync.put(one(0, 2**63 - 4), train_step=2**63 - 2)
+    for number in range(1, 9):
+        b.reserve(number, model_step=model_step)
+    assert len(b.sync.stragglers({"default": 2}, train_step=2**63 - 2)) == 8
+    assert len(b.sync.stragglers({"default": 2}, train_step=1)) == 0
+    b.sync.put(one(9, 2**63 - 4), train_step=2**63 - 2)
+    assert len(b) == 2
+
+
+@pytest.mark.parametrize("order", ["fifo", "freshest_first", "oldest_prompt_first"])
 def test_an_order_that_leaves_stragglers_behind_is_warned_of(order):
     with pytest.warns(UserWarning, match=f"order='{order}'.*'stalest_first' takes it first") as warned:
         ReplayBuffer(StalenessRule(1), order=order, wait_for_stragglers=True)

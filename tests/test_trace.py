@@ -517,6 +517,26 @@ def test_a_client_adds_a_line_per_request(buffer, path):
     assert read_history(path).leg_tokens == {"error": 0, "abort": 2, "stop": 1}
 
 
+def test_numbers_of_whatever_kind_are_written_and_others_refused(buffer, path):
+    buffer.trace.leg(1, np.int64(2), model_step=np.int32(3), tokens=np.uint8(4), reason="stop", seconds=np.float32(0.5))
+    for seconds in (-1.0, float("nan"), float("inf")):
+        buffer.trace.leg("a", None, model_step=None, tokens=0, reason="abort", seconds=seconds)
+    for wrong in ({"tokens": 1.5}, {"tokens": True}, {"tokens": -1}, {"model_step": "4"}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be"):
+            buffer.trace.leg(1, 2, **{"model_step": 3, "tokens": 4, "reason": "stop", "seconds": 0.5, **wrong})
+    with pytest.raises(ValueError, match="model_step must be at least 0"):
+        buffer.trace.weight_sync(-1)
+    buffer.sync.close()
+    legs = [line["leg"] for line in lines_of(path, "leg")]
+    assert legs == [
+        [1, 2, 3, 4, 0.5],
+        ["a", None, None, 0, 0.0, "abort"],
+        ["a", None, None, 0, 0.0, "abort"],
+        ["a", None, None, 0, 1e11, "abort"],
+    ]
+    assert read_history(path).leg_tokens == {"stop": 4, "abort": 0}
+
+
 def test_a_request_that_is_cancelled_has_its_line(buffer, path):
     class Engine:
         def __init__(self):

@@ -106,7 +106,7 @@ class ReplayBufferActor:
         self._directory = Path(directory)
         self._payloads = Payloads({key: ray.get_actor(name, namespace) for key, name in keepers.items()})
         self._lease_s, self._grace_s = lease_s, grace_s
-        self._room = Room(self._count_completed, checked_bound(max_groups, batch_groups))
+        self._room = Room(self._count_completed, checked_bound(max_groups, batch_groups), self._awaited)
         self._bookings = Bookings()
         self._lent: dict[Name, Summaries] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -125,7 +125,7 @@ class ReplayBufferActor:
         self._journal = journal
         self._saved_at = 0
         self._reserved = Reserved(self._buffer)
-        self._takes_waiting = 0  # for stragglers
+        self._waits: dict[object, tuple[Wanted, float]] = {}  # takes that wait for stragglers, and since when
         self._settings = {
             "rule": rule,
             "order": self._buffer.order,
@@ -135,6 +135,7 @@ class ReplayBufferActor:
             "min_fresh": self._buffer.min_fresh,
             "wait_for_stragglers": self._buffer.wait_for_stragglers,
             "straggler_timeout_s": self._buffer.straggler_timeout_s,
+            "max_groups": max_groups,
             "lease_s": lease_s,
         }
         if journal.used or (self._directory / DOCUMENT).exists():
@@ -260,7 +261,7 @@ class ReplayBufferActor:
             completed = statuses == {Status.COMPLETED} or (
                 self._buffer.group_mode is GroupMode.MEMBERS and statuses == {Status.COMPLETED, Status.EXPIRED}
             )
-            async with self._room.of(task_name, functools.partial(self._awaited, name)) if completed else _nothing():
+            async with self._room.of(*name) if completed else _nothing():
                 if lease is not None and self._bookings.lent.get(name) != lease:
                     logger.warning(
                         "group %r of task %r came back late: it was handed out anew meanwhile; this one is dropped",
@@ -478,21 +479,31 @@ class ReplayBufferActor:
         """A client says what it has in flight; see :meth:`Reserved.hear`."""
         self._hear(client)
         self._reserved.hear(client, message, new, over, whole)
+        self._room.let_in(stragglers=bool(self._waits))
 
     async def wait_for_stragglers(self, sizes: Sizes, train_step: int, waited: float) -> float:
         """Until a take need not wait any more; seconds it took."""
-        operations, wanted = self._operations, Wanted(checked_sizes(sizes), train_step)
-        limit = operations.straggler_timeout_s
-        self._takes_waiting += 1
-        self._room.let_in()
+        operations, wanted, this = self._operations, Wanted(checked_sizes(sizes), train_step), object()
+        self._waits[this] = wanted, time.monotonic()
+        self._room.let_in(stragglers=True)
         try:
+            limit = operations.straggler_timeout_s
             return await wait_for_stragglers(operations.in_flight, wanted, limit, waited, IN_EVENT_LOOP)
         finally:
-            self._takes_waiting -= 1
+            del self._waits[this]
 
-    def _awaited(self, name: Name) -> bool:
-        """Whether a take waits for stragglers that this group may be one of."""
-        return self._takes_waiting > 0 and name in self._operations.in_flight.reserved
+    def _awaited(self, task_name: str, group_id: Any) -> bool:
+        """Whether a take waits that this group may hold up: it was in flight before.
+
+        Also where it is no straggler itself: a producer may put one group after the other. What has been begun since
+        waits for room as ever.
+        """
+        if not self._waits:
+            return False
+        reservation = self._operations.in_flight.reserved.find(task_name, group_id)
+        return reservation is not None and any(
+            wanted.sizes.get(task_name) and reservation.since <= since for wanted, since in self._waits.values()
+        )
 
     async def stragglers(self, sizes: Sizes, train_step: int) -> list[tuple[str, Told, float]]:
         return self._reserved.told(self._operations.stragglers(sizes, train_step))
@@ -511,6 +522,7 @@ class ReplayBufferActor:
             "lent": len(self._lent),
             "batches": len(self._bookings.batches),
             "waiting": self._room.waiting,
+            "takes_waiting": len(self._waits),
             "journal_entries": self._journal.last,
         }
 
@@ -521,7 +533,7 @@ class ReplayBufferActor:
 
     def _after(self) -> None:
         """What may follow from any operation: room for puts, and a checkpoint."""
-        self._room.let_in()
+        self._room.let_in(stragglers=bool(self._waits))
         if self._saving is None and self._journal.last - self._saved_at >= self._checkpoint_entries:
             self._saving = asyncio.ensure_future(self._save())
             self._saving.add_done_callback(self._checkpoint_made)

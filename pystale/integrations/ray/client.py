@@ -37,7 +37,8 @@ class RayReplayBuffer:
     What differs from a buffer in the same process:
 
     - The states put are not those stored. They may be changed, or forgotten, once ``put`` has returned.
-    - A put of a COMPLETED group waits while its task has ``max_groups`` of them, unless a take waits for such groups.
+    - A put of a COMPLETED group waits while its task has ``max_groups`` of them, unless the group was in flight when a
+      take began to wait for stragglers.
     - :meth:`take_train_batch` acknowledges the batches of earlier steps: their payloads are released. A trainer that is
       started again, and asks for a step whose batch it had taken before, gets the same batch.
     - :meth:`reserve` tells the actor, and does not wait for it. What a process has in flight is forgotten when nothing
@@ -282,10 +283,13 @@ class RayReplayBuffer:
     def reserve(self, group_id: Any, task_name: str = "default", *, model_step: int) -> Reservation:
         """Say that a group is in flight; see :meth:`ReplayBuffer.reserve`. Does not wait for the actor.
 
+        So a group that is stored, or that another process has in flight, is not refused; the actor ignores it.
+
         Raises
         ------
         TypeError, ValueError
-            For a group that this process has in flight already, or a task without a rule.
+            For a group that this process has in flight already, a task without a rule, or a group without an id where
+            ``max_groups`` bounds its task.
         """
         return self._client.reserve(group_id, task_name, model_step)
 

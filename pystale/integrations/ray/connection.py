@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 import uuid
@@ -26,6 +27,8 @@ from pystale.writing import write_arrival
 
 __all__ = ["Client", "Methods"]
 
+logger = logging.getLogger("pystale")
+
 
 class Client:
     """The connection of a process: its id, its calls, what was handed out to it, and what it has in flight."""
@@ -46,6 +49,7 @@ class Client:
         self.min_fresh: int = settings["min_fresh"]
         self.wait_for_stragglers: bool = settings["wait_for_stragglers"]
         self.straggler_timeout_s: float = settings["straggler_timeout_s"]
+        self.max_groups: int | Mapping[str, int] | None = settings["max_groups"]
         self.keepers: dict[str, Any] = settings["keepers"]
         here = keeper_of(ray.get_runtime_context().get_node_id())
         # A node that came later has none; any other does, and then payloads cross the network once more.
@@ -58,6 +62,7 @@ class Client:
         self._reserved = Reservations()
         self._told: dict[Reservation, Told] = {}  # what the actor has to know of it
         self._messages = itertools.count()
+        self._untold = False  # whether more was said than that nothing is in flight, since that was said
         self._lease_s: float = settings["lease_s"]
         self._beating = threading.Event()
         self._closed = threading.Event()
@@ -89,10 +94,17 @@ class Client:
         task_name, group_id = checked_task_name(task_name), checked_group_id(group_id)
         model_step = checked_int("model_step", model_step, at_least=0)
         self.rule(task_name)
+        bounded = self.max_groups.get(task_name) if isinstance(self.max_groups, Mapping) else self.max_groups
+        if group_id is None and bounded:
+            raise ValueError(
+                f"task {task_name!r} has room for max_groups={bounded}; a group in flight needs a group_id there, by "
+                "which its put is let in when a take waits for it"
+            )
         reservation = Reservation(task_name, group_id, model_step, time.monotonic(), self._release)
         with self._lock:
             self._reserved.add(reservation)
             told = self._told[reservation] = Told(next(self._numbers), task_name, group_id, model_step)
+            self._untold = True
             self._tell([told], [])
         self._keep_in_touch()
         return reservation
@@ -114,8 +126,13 @@ class Client:
         """Say what is in flight. Under the lock, so that messages leave in the order of their numbers."""
         import ray
 
-        if not self.closed and ray.is_initialized():
+        if self.closed or not ray.is_initialized():
+            return
+        try:
             self.actor.in_flight.remote(self.id, next(self._messages), new, over, whole)
+        except Exception:
+            logger.exception("the actor was not told what is in flight; it is with the next beat")
+            self._untold = True
 
     def reserved(self) -> dict[int, Reservation]:
         """What this process has in flight, by number."""
@@ -133,10 +150,15 @@ class Client:
         while not self._closed.wait(self._lease_s / 4):
             if not ray.is_initialized():
                 continue
-            if self.leases:
-                self.actor.heard.remote(self.id)
+            try:
+                if self.leases:
+                    self.actor.heard.remote(self.id)
+            except Exception:
+                logger.exception("the actor was not told that this process is alive; it is with the next beat")
             with self._lock:
-                if self._told:
+                if self._told or self._untold:
+                    # What has been said since, down to that nothing is left, is said once more.
+                    self._untold = bool(self._told)
                     self._tell(list(self._told.values()), [], whole=True)
 
     @property
@@ -268,9 +290,10 @@ class Methods:
         ours, now = self.client.reserved(), time.monotonic()
         return [
             ours[told.number]
-            if owner == self.client.id and told.number in ours
+            if owner == self.client.id
             else Reservation(told.task_name, told.group_id, told.model_step, now - seconds, _not_ours)
             for owner, told, seconds in found
+            if owner != self.client.id or told.number in ours  # else it has ended meanwhile
         ]
 
     async def fetch(self, batch: BatchRefs, rank: int = 0, world_size: int = 1) -> TrainBatch:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from pystale.arguments import Sizes
 from pystale.staleness import checked_int
@@ -26,13 +27,16 @@ class Room:
         COMPLETED groups of a task.
     bound : int, mapping of str to int, or None
         Of every task, or by task.
+    awaited : callable
+        Whether a take waits for the group of a task and id.
     """
 
-    def __init__(self, count: Callable[[str], int], bound: Bound) -> None:
+    def __init__(self, count: Callable[[str], int], bound: Bound, awaited: Callable[[str, Any], bool]) -> None:
         self._count = count
+        self._awaited = awaited
         self._bound = bound
         self._entering: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[asyncio.Future[None], Callable[[], bool]]]] = {}
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], Any]]] = {}  # each with the id of its group
 
     @property
     def waiting(self) -> int:
@@ -54,23 +58,23 @@ class Room:
                 )
 
     @contextlib.asynccontextmanager
-    async def of(self, task_name: str, awaited: Callable[[], bool]) -> AsyncIterator[None]:
-        """Room for one group, to be stored within; `awaited`: whether it is a straggler that a take waits for."""
+    async def of(self, task_name: str, group_id: Any) -> AsyncIterator[None]:
+        """Room for a group, to be stored within."""
         bound = self.bound(task_name)
         if bound is None:
             yield
             return
         queue = self._waiting.setdefault(task_name, deque())
-        if (queue or self._taken(task_name) >= bound) and not awaited():
+        if (queue or self._taken(task_name) >= bound) and not self._awaited(task_name, group_id):
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            queue.append((place, awaited))
+            queue.append((place, group_id))
             try:
                 await place
             except BaseException:
                 if place.done() and not place.cancelled():
                     self._entering[task_name] -= 1
-                elif (place, awaited) in queue:
-                    queue.remove((place, awaited))
+                elif (place, group_id) in queue:
+                    queue.remove((place, group_id))
                 self.let_in()
                 raise
         else:
@@ -80,15 +84,16 @@ class Room:
         finally:
             self._entering[task_name] -= 1
 
-    def let_in(self) -> None:
-        """Let those in who have room now."""
+    def let_in(self, *, stragglers: bool = False) -> None:
+        """Let those in who have room now; `stragglers`: and those that a take waits for."""
         for task_name, queue in self._waiting.items():
             bound = self.bound(task_name)
             while queue and bound is not None and self._taken(task_name) < bound:
                 self._let_in(task_name, queue.popleft()[0])
-            for place, awaited in [waiting for waiting in queue if waiting[1]()]:
-                queue.remove((place, awaited))
-                self._let_in(task_name, place)
+            if stragglers:
+                for waiting in [waiting for waiting in queue if self._awaited(task_name, waiting[1])]:
+                    queue.remove(waiting)
+                    self._let_in(task_name, waiting[0])
 
     def _let_in(self, task_name: str, place: "asyncio.Future[None]") -> None:
         if not place.done():

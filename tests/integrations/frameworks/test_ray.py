@@ -548,6 +548,26 @@ def test_a_straggler_that_is_waited_for_needs_no_room(start: Any, process: Any) 
     assert ray.get(taking) == [0, 1]
 
 
+def test_back_pressure_holds_for_what_is_begun_while_a_take_waits(start: Any, process: Any) -> None:
+    buffer = waiting(start, max_groups=2)
+    straggler = buffer.reserve(1, model_step=3)
+    taking = process(buffer).take.remote(1, 5)
+    assert becomes(1, lambda: report(buffer)["takes_waiting"])
+    producer = process(buffer)
+    producer.reserve.remote([2, 3, 4], 4)
+    assert becomes(4, lambda: reserved(buffer))
+    putting = [producer.put_one.remote(number, [4], 5) for number in (2, 3, 4)]
+    assert becomes(1, lambda: report(buffer)["waiting"])
+    assert len(buffer) == 2
+    buffer.sync.put(group_of(1, [3]), train_step=5)
+    assert ray.get(taking) == [2, 3]
+    assert (straggler.group_id, len(buffer)) == (1, 2)
+    batch = buffer.sync.take_train_batch({"default": 1}, train_step=6)  # for which all of them are the last chance
+    assert [state.group_id for state in batch.responses] == [0, 0]
+    assert ray.get(putting) == [Status.COMPLETED] * 3
+    assert len(buffer) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -562,6 +582,13 @@ def test_what_cannot_be_in_flight_is_refused(shared: Any, arguments: Any, error:
     group_id, task_name, model_step = arguments
     with shared.reserve(1, model_step=3), pytest.raises(error, match=message):
         shared.reserve(group_id, task_name, model_step=model_step)
+
+
+def test_where_puts_wait_for_room_a_group_in_flight_has_an_id(start: Any) -> None:
+    buffer = start(max_groups={"a": 1, "b": 1})
+    with pytest.raises(ValueError, match="task 'a' has room for max_groups=1; a group in flight needs a group_id"):
+        buffer.reserve(None, "a", model_step=3)
+    buffer.reserve(None, "c", model_step=3).release()
 
 
 @pytest.mark.parametrize(
