@@ -39,6 +39,7 @@ from pystale.trace_lines import TraceError
 __all__ = ["CORPUS", "TARGETS"]
 
 Target = Callable[[bytes], None]
+MOST_OPERATIONS = 30  # on one ModelSteps: more inputs find more than longer ones
 FIXTURES = Path(__file__).parent / "fixtures"
 CORPUS = FIXTURES / "fuzz"
 TARGETS: dict[str, Target] = {}
@@ -156,7 +157,9 @@ def kernels(data: bytes) -> None:
 def model_steps(data: bytes) -> None:
     """Operations on ModelSteps and on a list, one after the other."""
     source, steps, plain = Source(data), ModelSteps(), list[int]()
-    while source and len(plain) < 3_000:
+    for _ in range(MOST_OPERATIONS):
+        if not source or len(plain) >= 3_000:
+            break
         match source.integer() % 8:
             case 0:
                 step, count = source.step(), source.integer() % 5
