@@ -111,12 +111,12 @@ class StalenessIndex {
     // Number of groups in a pool. std::out_of_range: no such task. std::invalid_argument: no such status.
     std::int64_t count(std::int64_t task, std::int64_t status) const;
 
-    // Staleness of a member's oldest token at train_step; 0 where it has none. Saturates at the least int64.
-    static std::int64_t seq_staleness(const Member& member, std::int64_t train_step) noexcept;
-
     // Number of groups of a pool with a key from `first` to `last`.
     // std::out_of_range: no such task. std::invalid_argument: no such status.
     std::int64_t count_keys(std::int64_t task, std::int64_t status, std::int64_t first, std::int64_t last) const;
+
+    // Staleness of a member's oldest token at train_step; 0 where it has none. Saturates at the least int64.
+    static std::int64_t seq_staleness(const Member& member, std::int64_t train_step) noexcept;
 
     // What is stored about a group. All: UnknownGroup.
     std::span<const Member> members(GroupId group) const;  // valid until the next call that is not const

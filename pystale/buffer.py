@@ -74,8 +74,8 @@ class ReplayBuffer:
         Members that a group is trained with at least, for "members".
     wait_for_stragglers : bool, default False
         Have :meth:`take_train_batch` wait for work in flight that later batches could not train in time, so that it is
-        not dropped for being slow: see Notes. Work in flight is what was
-        reserved with :meth:`reserve`, as the producers of pystale do then.
+        not dropped for being slow: see Notes. Work in flight is what was reserved with :meth:`reserve`, as the
+        producers of pystale do then.
     straggler_timeout_s : float, default 600.0
         Seconds after which such a wait is an error.
     on_release : callable, optional

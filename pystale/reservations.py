@@ -97,7 +97,7 @@ class Reservations:
 
     def land(self, task_name: str, group_id: Any) -> Reservation | None:
         """A group has come to the buffer; strikes out its reservation, if there is one, and returns it."""
-        reservation = self._named.get((task_name, group_id))
+        reservation = self.find(task_name, group_id)
         if reservation is not None:
             self.discard(reservation)
         return reservation

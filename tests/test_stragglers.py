@@ -170,12 +170,9 @@ def test_a_wait_ends_when_a_batch_is_given_back(tmp_path):
 
 
 def test_what_only_the_token_rule_makes_urgent_is_not_taken_first_and_fills_no_batch():
-    def state_of(steps, number):
-        return group(steps, group_id=number)
-
     b = ReplayBuffer(StalenessRule(5, 2), tail_batch_trigger_size=0, wait_for_stragglers=True)
-    b.sync.put(state_of([8, 11], 1), train_step=12)
-    b.sync.put(state_of([9, 9], 2), train_step=12)  # is out of fresh tokens at step 13, and comes second
+    b.sync.put(group([8, 11], group_id=1), train_step=12)
+    b.sync.put(group([9, 9], group_id=2), train_step=12)  # is out of fresh tokens at step 13, and comes second
     for number in (3, 4):
         b.reserve(number, model_step=7)  # may be trained at step 13, where a batch of 1 trains one of them
     assert [r.group_id for r in b.sync.stragglers({"default": 1}, train_step=12)] == [3, 4]
